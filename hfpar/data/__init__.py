@@ -1,0 +1,1 @@
+"""From files of conversations to token streams: read, tokenize, plan the steps, pack, unpad."""
