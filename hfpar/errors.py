@@ -1,0 +1,30 @@
+"""The errors that hfpar raises on purpose.
+
+Everything that a user can cause, and mend, is a `ConfigError`: its text is one line that names the setting,
+the value found, what is allowed and, where there is one, the fix. Programs print that line and exit with
+`exit_code`; a traceback is left for hfpar's own bugs.
+"""
+
+
+class HfparError(Exception):
+    """Base of all errors that hfpar raises on purpose.
+
+    Attributes:
+        exit_code: What a program that ends with this error returns to the shell.
+    """
+
+    exit_code: int = 1
+
+
+class ConfigError(HfparError):
+    """A setting, or the machine as the user set it up, that cannot work; `str(error)` is one line."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """Data that cannot be used; the line names the file, and the line or row in it."""
+
+
+class MissingDependencyError(ConfigError):
+    """A package that a setting needs is not installed; the line names the pip command that installs it."""
