@@ -1,0 +1,1 @@
+"""The layout of ranks and every patch on a Hugging Face model."""
