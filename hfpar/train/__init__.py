@@ -1,0 +1,1 @@
+"""Training: the step, the loss, checkpoints, and what a person sees meanwhile."""
