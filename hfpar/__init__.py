@@ -1,3 +1,3 @@
-"""Fine-tune Hugging Face causal language models in any parallel layout, with numbers that no layout changes."""
+"""Fine-tune Hugging Face causal language models in any parallel layout; no layout changes the numbers."""
 
 __version__ = "0.1.0"

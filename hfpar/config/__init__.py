@@ -1,1 +1,1 @@
-"""The settings of a run: what they are (`schema`), which are impossible (`validate`), and how they are read (`load`)."""
+"""A run's settings: what they are, which values are impossible, and how they are read and written."""

@@ -1,0 +1,232 @@
+"""Read a run's settings from YAML files and flags, and write them back; the only user of jsonargparse.
+
+jsonargparse converts and checks each single value and formats `--help`. What it does otherwise is done here:
+its own errors take several lines and name Python types, it lets a flag's place decide whether a file after it
+wins, it wants `true` after a boolean flag, and from a file it takes the text "null" for no value.
+"""
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from dataclasses import asdict, fields
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser  # noqa: TID251
+
+from hfpar.config.schema import SFTConfig
+from hfpar.config.validate import did_you_mean, show, validate
+from hfpar.config.yaml_io import read_mapping, write_mapping
+from hfpar.errors import ConfigError
+
+_GROUPS = {
+    "model_name_or_path": "Model",
+    "dataset": "Data",
+    "per_device_train_batch_size": "Batches",
+    "optim": "Optimization",
+    "lora_r": "LoRA",
+    "output_dir": "The run's folder, metrics and checkpoints",
+}
+"""The first setting of each group in `--help`."""
+
+_ELSEWHERE = {
+    "batch_size": "did you mean per_device_train_batch_size?",
+    "bf16": "mixed_precision in the Accelerate config file sets it",
+    "deepspeed": "the Accelerate config file names the engine",
+    "epochs": "did you mean num_train_epochs?",
+    "fp16": "mixed_precision in the Accelerate config file sets it",
+    "fsdp": "the Accelerate config file names the engine",
+    "lr": "did you mean learning_rate?",
+    "model": "did you mean model_name_or_path?",
+    "packing": "max_tokens_per_batch packs",
+    "use_peft": "lora_r above 0 trains adapters",
+}
+"""Names that people know from other trainers and that no spelling check would find."""
+
+_CONFIG_HELP = "YAML file of settings; may be given several times: later files win, flags win over all."
+_APPEND_FORM = re.compile(r", --\w+\+ TEXT\.\.\.")
+"""jsonargparse's `--dataset+ X`, which appends to a list; here a list's flag takes several values instead."""
+
+_USAGE = "%(prog)s [--config FILE] ... [--SETTING VALUE] ..."
+
+
+class _Flag(NamedTuple):
+    name: str
+    values: list[str]
+
+
+def parse_sft_config(argv: list[str]) -> SFTConfig:
+    """Merge `--config` files and flags into a checked config; `--help` prints all settings and exits.
+
+    Later files win over earlier ones, and flags over all files. A boolean flag without a value means true; a
+    flag for a list takes several values.
+
+    Args:
+        argv: The command line without the program's name.
+
+    Raises:
+        ConfigError: Anything that is wrong with a file or a flag, in one line.
+        SystemExit: After `--help`.
+    """
+    hints = typing.get_type_hints(SFTConfig)
+    parser = _build_parser(hints)
+    if "-h" in argv or "--help" in argv:
+        sys.stdout.write(_APPEND_FORM.sub("", parser.format_help()))
+        raise SystemExit(0)
+    paths, flags = _split(argv, hints)
+    values: dict[str, Any] = {}
+    for path in paths:
+        for key, entry in read_mapping(path).items():
+            where = f"{path}, line {entry.line}: "
+            if key not in hints:
+                raise ConfigError(f"{where}{_unknown(key, show(entry.value), hints)}")
+            values[key] = _from_yaml(parser, where, key, entry.value, hints[key])
+    for flag in flags:
+        values[flag.name] = _from_flag(parser, flag, hints[flag.name])
+    config = SFTConfig(**values)
+    validate(config)
+    return config
+
+
+def dump_config(config: SFTConfig) -> str:
+    """YAML of every setting; given to `--config`, it makes an equal config."""
+    return write_mapping(asdict(config))
+
+
+def _build_parser(hints: dict[str, Any]) -> ArgumentParser:
+    # The formatter is argparse's own: jsonargparse's appends Python's names of types.
+    parser = ArgumentParser(
+        exit_on_error=False,
+        usage=_USAGE,
+        description=SFTConfig.__doc__,
+        formatter_class=argparse.HelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
+    help_texts = _attribute_docstrings(SFTConfig)
+    group: Any = parser
+    for field in fields(SFTConfig):
+        name, hint = field.name, hints[field.name]
+        if name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[name])
+        text = f"{help_texts[name]} ({_allowed(hint)}; default: {show(field.default)})".replace("%", "%%")
+        group.add_argument(f"--{name}", type=hint, default=field.default, help=text, metavar=_metavar(hint))
+    return parser
+
+
+def _attribute_docstrings(cls: type) -> dict[str, str]:
+    """The string under each annotated field of a class, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    texts = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+            texts[statement.target.id] = " ".join(ast.literal_eval(after.value).split())  # type: ignore[union-attr]
+    return texts
+
+
+def _split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[_Flag]]:
+    """Take a command line apart into the `--config` paths and the other flags with their values."""
+    paths: list[str] = []
+    flags: list[_Flag] = []
+    position = 0
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        if not token.startswith("--") or token == "--":
+            raise ConfigError(f"{show(token)}: not a flag; settings are given as --name value")
+        name, equals, text = token[2:].partition("=")
+        values = [text] if equals else []
+        if not equals:
+            while position < len(argv) and not argv[position].startswith("--"):
+                if values and not (name in hints and _takes_list(hints[name])):
+                    break
+                values.append(argv[position])
+                position += 1
+        if name == "config":
+            if not values or not values[0]:
+                raise ConfigError("--config: needs a file, as in --config sft/configs/full.yaml")
+            paths += values
+        elif name not in hints:
+            raise ConfigError("--" + _unknown(name, show(values[0]) if values else "(no value)", hints))
+        else:
+            flags.append(_Flag(name, values))
+    return paths, flags
+
+
+def _from_yaml(parser: ArgumentParser, where: str, key: str, value: object, hint: Any) -> Any:
+    if value is None and type(None) not in _alternatives(hint):
+        raise ConfigError(f"{where}{key}: null; must be {_allowed(hint)}, or leave the line out")
+    if isinstance(value, str) and str in _alternatives(hint):
+        return value  # YAML has decided that it is text; jsonargparse would read it a second time
+    try:
+        return parser.parse_object({key: value})[key]
+    except ArgumentError:
+        raise ConfigError(f"{where}{_wrong_value(key, value, hint)}") from None
+
+
+def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
+    if not flag.values:
+        if hint is bool:
+            return True
+        raise ConfigError(f"--{flag.name}: needs a value; must be {_allowed(hint)}")
+    if len(flag.values) > 1:
+        return flag.values
+    text = flag.values[0]
+    if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
+        return [text]
+    try:
+        value = parser.parse_args([f"--{flag.name}={text}"])[flag.name]
+    except ArgumentError:
+        raise ConfigError("--" + _wrong_value(flag.name, text, hint)) from None
+    if value is None and type(None) not in _alternatives(hint):
+        raise ConfigError("--" + _wrong_value(flag.name, text, hint))
+    return value
+
+
+def _unknown(name: str, value: str, hints: dict[str, Any]) -> str:
+    hint = _ELSEWHERE.get(name) or did_you_mean(name, list(hints)).removeprefix("; ")
+    return (
+        f"{name}: {value}; there is no such setting" + (f"; {hint}" if hint else "") + " (--help lists all)"
+    )
+
+
+def _wrong_value(key: str, value: object, hint: Any) -> str:
+    near = ""
+    if get_origin(hint) is Literal and isinstance(value, str):
+        near = did_you_mean(value, get_args(hint))
+    quoted = " (in quotes)" if str in _alternatives(hint) and not isinstance(value, str | list | dict) else ""
+    return f"{key}: {show(value)}; must be {_allowed(hint)}{quoted}{near}"
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _takes_list(hint: Any) -> bool:
+    return list[str] in _alternatives(hint)
+
+
+def _allowed(hint: Any) -> str:
+    """What a setting may be, in words."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list[str]: "a list of texts such as [a, b]",
+        type(None): "null",
+    }
+    return " or ".join(words[alternative] for alternative in _alternatives(hint))
+
+
+def _metavar(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "NAME"
+    if _takes_list(hint):
+        return "TEXT..."
+    return {bool: "[true|false]", int: "N", float: "X", str: "TEXT"}[_alternatives(hint)[0]]

@@ -1,0 +1,167 @@
+"""Refuse settings that cannot work, as far as the settings alone can tell; nothing here reads the machine."""
+
+import math
+from dataclasses import fields
+from difflib import get_close_matches
+
+from hfpar.config.schema import SFTConfig
+from hfpar.errors import ConfigError
+
+TRACKERS = (
+    "aim",
+    "all",
+    "clearml",
+    "comet_ml",
+    "dvclive",
+    "mlflow",
+    "none",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+)
+"""What `report_to` may name: Accelerate's trackers, all that are installed, or none."""
+
+_AT_LEAST_ONE = (
+    "per_device_train_batch_size",
+    "max_tokens_per_batch",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "save_total_limit",
+)
+_AT_LEAST_ZERO = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "lora_r")
+_ABOVE_ZERO = ("adam_epsilon", "num_train_epochs", "lora_alpha")
+_BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout")
+_NOT_EMPTY = (
+    "model_name_or_path",
+    "dataset",
+    "eval_dataset",
+    "chat_template",
+    "lora_target_modules",
+    "modules_to_save",
+    "output_dir",
+    "report_to",
+)
+
+
+def validate(config: SFTConfig) -> None:
+    """Refuse impossible values, and combinations of settings that contradict each other.
+
+    Raises:
+        ConfigError: One line with the key, its value, what is allowed and how to mend it.
+    """
+    _check_numbers(config)
+    _check_text(config)
+    _check_batches(config)
+    _check_schedule(config)
+    _check_trackers(config.report_to)
+    if config.overwrite and config.resume:
+        raise ConfigError("overwrite: true contradicts resume: true; overwrite starts anew, resume goes on")
+    if config.eval_steps is not None and config.dataset is not None and config.eval_dataset is None:
+        raise ConfigError(f"eval_steps: {config.eval_steps} has nothing to evaluate; set eval_dataset too")
+
+
+def show(value: object) -> str:
+    """A value as a person would write it, on one line and not too long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        text = "[" + ", ".join(show(item) for item in value) + "]"
+    elif isinstance(value, str) and value.strip() == value and value.isprintable() and value:
+        text = value
+    else:
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def did_you_mean(name: str, names: list[str] | tuple[str, ...]) -> str:
+    """`; did you mean X?` for the nearest of `names`, or nothing where none is near."""
+    near = get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _check_numbers(config: SFTConfig) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _must_be(config, field.name, "a finite number")
+    for names, low, allowed in (
+        (_AT_LEAST_ONE, 1, "a whole number of at least 1"),
+        (_AT_LEAST_ZERO, 0, "0 or more"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and value < low:
+                raise _must_be(config, name, allowed)
+    for name in _ABOVE_ZERO:
+        if getattr(config, name) <= 0:
+            raise _must_be(config, name, "above 0")
+    for name in _BELOW_ONE:
+        if not 0 <= getattr(config, name) < 1:
+            raise _must_be(config, name, "at least 0 and below 1")
+    if config.seed >= 2**32:
+        raise _must_be(config, "seed", "below 2**32")
+
+
+def _check_text(config: SFTConfig) -> None:
+    for name in _NOT_EMPTY:
+        value = getattr(config, name)
+        if value is not None and (not value or any(not item.strip() for item in _as_list(value))):
+            raise ConfigError(f"{name}: {show(value)} is empty; give a value, or leave {name} out")
+    targets = _as_list(config.lora_target_modules)
+    if len(targets) > 1 and "all-linear" in targets:
+        raise ConfigError(
+            f"lora_target_modules: {show(targets)}; all-linear stands alone, and includes the others"
+        )
+
+
+def _check_batches(config: SFTConfig) -> None:
+    budget = config.max_tokens_per_batch
+    if config.max_length < 2:
+        raise _must_be(config, "max_length", "at least 2: the first token of a sample is never a target")
+    if budget is None:
+        return
+    if config.per_device_train_batch_size is not None:
+        raise ConfigError(
+            f"per_device_train_batch_size: {config.per_device_train_batch_size} contradicts "
+            f"max_tokens_per_batch: {budget}; the first pads, the second packs: keep one"
+        )
+    if budget < config.max_length:
+        raise ConfigError(
+            f"max_tokens_per_batch: {budget} is below max_length: {config.max_length}, so that a long "
+            "sample would not fit; raise the first or lower the second"
+        )
+
+
+def _check_schedule(config: SFTConfig) -> None:
+    if config.max_steps < 1 and config.max_steps != -1:
+        raise _must_be(config, "max_steps", "at least 1, or -1 for no limit")
+    if not 0 <= config.warmup_ratio <= 1:
+        raise _must_be(config, "warmup_ratio", "from 0 to 1")
+    if config.warmup_ratio and config.warmup_steps:
+        raise ConfigError(
+            f"warmup_ratio: {config.warmup_ratio} contradicts warmup_steps: {config.warmup_steps}; keep one"
+        )
+
+
+def _check_trackers(report_to: str | list[str]) -> None:
+    names = _as_list(report_to)
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"report_to: {show(name)}; must be of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}"
+            )
+    for alone in ("none", "all"):
+        if alone in names and len(names) > 1:
+            raise ConfigError(f"report_to: {show(names)}; {alone} stands alone")
+
+
+def _as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _must_be(config: SFTConfig, name: str, allowed: str) -> ConfigError:
+    return ConfigError(f"{name}: {show(getattr(config, name))}; must be {allowed}")
