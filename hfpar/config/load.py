@@ -162,7 +162,7 @@ def _from_yaml(parser: ArgumentParser, where: str, key: str, value: object, hint
     if isinstance(value, str) and str in _alternatives(hint):
         return value  # YAML has decided that it is text; jsonargparse would read it a second time
     try:
-        return parser.parse_object({key: value})[key]
+        return parser.parse_object({key: value}, defaults=False)[key]
     except ArgumentError:
         raise ConfigError(f"{where}{_wrong_value(key, value, hint)}") from None
 
@@ -178,7 +178,7 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
     if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
         return [text]
     try:
-        value = parser.parse_args([f"--{flag.name}={text}"])[flag.name]
+        value = parser.parse_args([f"--{flag.name}={text}"], defaults=False)[flag.name]
     except ArgumentError:
         raise ConfigError("--" + _wrong_value(flag.name, text, hint)) from None
     if value is None and type(None) not in _alternatives(hint):

@@ -77,7 +77,7 @@ def _entries(path: str, loader: _Loader, node: yaml.MappingNode) -> dict[str, En
         key = str(loader.construct_object(key_node, deep=True))
         if key in entries:
             raise ConfigError(
-                f"{path}: {key} is there twice, in lines {entries[key].line} and {line}; keep one"
+                f"{path}: {key} is set twice, in lines {entries[key].line} and {line}; keep one"
             )
         entries[key] = Entry(loader.construct_object(value_node, deep=True), line)
     return entries

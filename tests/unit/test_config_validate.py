@@ -1,0 +1,133 @@
+"""Impossible values and contradictions, each refused in one line that says what is allowed."""
+
+import math
+
+import pytest
+
+from hfpar.config.schema import SFTConfig
+from hfpar.config.validate import TRACKERS, validate
+from hfpar.errors import ConfigError
+
+FLOATS = [name for name, value in vars(SFTConfig(max_grad_norm=1.0)).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lora_alpha": 32.0},
+        {"modules_to_save": ["lm_head"]},
+        {"max_steps": 1},
+        {"max_steps": -1},
+        {"warmup_ratio": 1.0},
+        {"warmup_steps": 10},
+        {"learning_rate": 0.0},
+        {"max_grad_norm": 0.0},
+        {"num_train_epochs": 0.5},
+        {"max_length": 2},
+        {"max_length": 64, "max_tokens_per_batch": 64},
+        {"eval_steps": 5},
+        {"eval_steps": 5, "dataset": "a", "eval_dataset": "b"},
+        {"report_to": ["wandb", "tensorboard"]},
+        {"seed": 2**32 - 1},
+        {"adam_beta1": 0.0},
+    ],
+)
+def test_possible_settings_pass(settings):
+    validate(SFTConfig(**settings))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", FLOATS)
+def test_no_number_may_be_nan_or_infinite(name, number):
+    with pytest.raises(ConfigError, match=rf"^{name}: -?(nan|inf); must be a finite number$"):
+        validate(SFTConfig(**{name: number}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_steps": 0}, "max_steps: 0; must be at least 1, or -1 for no limit"),
+        ({"max_steps": -2}, "max_steps: -2; must be at least 1, or -1 for no limit"),
+        ({"num_train_epochs": -1.0}, "num_train_epochs: -1.0; must be above 0"),
+        ({"num_train_epochs": 0.0}, "num_train_epochs: 0.0; must be above 0"),
+        (
+            {"max_length": 1},
+            "max_length: 1; must be at least 2: the first token of a sample is never a target",
+        ),
+        *(
+            ({name: value}, f"{name}: {value}; must be a whole number of at least 1")
+            for value in (0, -3)
+            for name in (
+                "per_device_train_batch_size",
+                "max_tokens_per_batch",
+                "per_device_eval_batch_size",
+                "gradient_accumulation_steps",
+                "logging_steps",
+                "eval_steps",
+                "save_steps",
+                "save_total_limit",
+            )
+        ),
+        ({"learning_rate": -1e-3}, "learning_rate: -0.001; must be 0 or more"),
+        ({"weight_decay": -0.5}, "weight_decay: -0.5; must be 0 or more"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm: -1.0; must be 0 or more"),
+        ({"seed": -1}, "seed: -1; must be 0 or more"),
+        ({"seed": 2**32}, "seed: 4294967296; must be below 2**32"),
+        ({"lora_r": -1}, "lora_r: -1; must be 0 or more"),
+        ({"lora_alpha": 0.0}, "lora_alpha: 0.0; must be above 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout: 1.0; must be at least 0 and below 1"),
+        ({"adam_beta1": 1.0}, "adam_beta1: 1.0; must be at least 0 and below 1"),
+        ({"adam_beta2": -0.1}, "adam_beta2: -0.1; must be at least 0 and below 1"),
+        ({"adam_epsilon": 0.0}, "adam_epsilon: 0.0; must be above 0"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio: 1.5; must be from 0 to 1"),
+        ({"warmup_ratio": -0.1}, "warmup_ratio: -0.1; must be from 0 to 1"),
+        ({"warmup_steps": -1}, "warmup_steps: -1; must be 0 or more"),
+        (
+            {"warmup_ratio": 0.1, "warmup_steps": 5},
+            "warmup_ratio: 0.1 contradicts warmup_steps: 5; keep one",
+        ),
+        (
+            {"per_device_train_batch_size": 4, "max_tokens_per_batch": 4096},
+            "per_device_train_batch_size: 4 contradicts max_tokens_per_batch: 4096; "
+            "the first pads, the second packs: keep one",
+        ),
+        (
+            {"max_tokens_per_batch": 512},
+            "max_tokens_per_batch: 512 is below max_length: 1024, so that a long sample would not fit; "
+            "raise the first or lower the second",
+        ),
+        (
+            {"overwrite": True, "resume": True},
+            "overwrite: true contradicts resume: true; overwrite starts anew, resume goes on",
+        ),
+        (
+            {"dataset": "a", "eval_steps": 5},
+            "eval_steps: 5 has nothing to evaluate; set eval_dataset too",
+        ),
+        ({"dataset": ""}, "dataset: '' is empty; give a value, or leave dataset out"),
+        ({"dataset": []}, "dataset: [] is empty; give a value, or leave dataset out"),
+        ({"dataset": ["a", " "]}, "dataset: [a, ' '] is empty; give a value, or leave dataset out"),
+        ({"output_dir": ""}, "output_dir: '' is empty; give a value, or leave output_dir out"),
+        ({"modules_to_save": []}, "modules_to_save: [] is empty; give a value, or leave modules_to_save out"),
+        (
+            {"lora_target_modules": ["all-linear", "q_proj"]},
+            "lora_target_modules: [all-linear, q_proj]; all-linear stands alone, and includes the others",
+        ),
+        (
+            {"report_to": "wandbb"},
+            f"report_to: wandbb; must be of {', '.join(TRACKERS)}; did you mean wandb?",
+        ),
+        ({"report_to": ["none", "wandb"]}, "report_to: [none, wandb]; none stands alone"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        validate(SFTConfig(**settings))
+    assert str(caught.value) == message
+
+
+def test_trackers_are_accelerates():
+    from accelerate.utils import LoggerType
+
+    assert set(TRACKERS) == {str(tracker.value) for tracker in LoggerType} | {"none"}
