@@ -112,8 +112,7 @@ class MetricsLogger:
                 unit="step",
                 file=sys.stderr,
                 dynamic_ncols=True,
-                bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}"
-                " [{elapsed}<{remaining}{postfix}]",
+                bar_format="{bar:6}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             )
         return self
 
@@ -141,7 +140,7 @@ class MetricsLogger:
             return
         self._write_row(dataclasses.asdict(metrics))
         if self._bar is not None:
-            self._bar.set_postfix_str(_figures(metrics), refresh=False)
+            self._bar.set_postfix_str(_bar_figures(metrics), refresh=False)
             self.advance(metrics.step)
             self._bar.refresh()
         else:
@@ -248,7 +247,9 @@ def print_summary(rows: Sequence[tuple[str, str]], title: str) -> None:
 def format_step_line(metrics: StepMetrics, total_steps: int, remaining_seconds: float) -> str:
     """Returns the plain line of one training row, for logs that are not a terminal."""
     return (
-        f"step {metrics.step}/{total_steps} | epoch {metrics.epoch:.2f} | {_figures(metrics, ' | ')}"
+        f"step {metrics.step}/{total_steps} | epoch {metrics.epoch:.2f} | loss {metrics.loss:.4f}"
+        f" | lr {metrics.learning_rate:.2e} | grad_norm {metrics.grad_norm:.3f}"
+        f" | {format_count(metrics.tokens_per_second)} tokens/s"
         f" | {format_bytes(metrics.peak_memory_bytes)} | ETA {format_duration(remaining_seconds)}"
     )
 
@@ -289,14 +290,11 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
     return f"{value:.1f}{suffixes[index]}"
 
 
-def _figures(metrics: StepMetrics, separator: str = ", ") -> str:
-    return separator.join(
-        (
-            f"loss {metrics.loss:.4f}",
-            f"lr {metrics.learning_rate:.2e}",
-            f"grad_norm {metrics.grad_norm:.3f}",
-            f"{format_count(metrics.tokens_per_second)} tokens/s",
-        )
+def _bar_figures(metrics: StepMetrics) -> str:
+    """The figures in so few characters that the bar's line fits into 80 columns."""
+    return (
+        f"loss {metrics.loss:.4f}, lr {metrics.learning_rate:.1e}, grad {metrics.grad_norm:.3f},"
+        f" {format_count(metrics.tokens_per_second)} tok/s"
     )
 
 

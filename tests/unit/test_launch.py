@@ -170,6 +170,7 @@ def test_the_process_is_left_as_it_was(script: str, monkeypatch: pytest.MonkeyPa
     import torch.distributed.run  # noqa: F401
 
     logger = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    logger.setLevel(logging.INFO)
     before = logger.level, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     during = []
 

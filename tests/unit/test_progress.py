@@ -216,8 +216,8 @@ def test_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         logger.log_step(metrics(4))
         logger.message("saved checkpoint-4")
     shown = terminal.getvalue()
-    assert " 50%|" in shown and "4/8 [" in shown
-    assert "loss 1.0000, lr 2.00e-05, grad_norm 0.500, 1.2K tokens/s]" in shown
+    assert "| 1/8 [" in shown and "| 4/8 [" in shown
+    assert ", loss 1.0000, lr 2.0e-05, grad 0.500, 1.2K tok/s]" in shown
     assert "saved checkpoint-4\n" in shown
     assert "step 4/8" not in shown
 
@@ -327,7 +327,7 @@ def test_plot_survives_any_metrics(tmp_path: Path, num_rows: int) -> None:
 def test_plot_draws_the_loss(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    def blue_pixels(losses: list[float]) -> int:
+    def blue_pixels(losses: list[float | None]) -> int:
         path = tmp_path / "metrics.jsonl"
         rows = [{"step": step, "loss": loss, "learning_rate": 1e-5} for step, loss in enumerate(losses, 1)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -336,6 +336,7 @@ def test_plot_draws_the_loss(tmp_path: Path) -> None:
         return int(((image[..., 2] - image[..., 0]) > 0.3).sum())
 
     assert blue_pixels([]) == 0
+    assert blue_pixels([None, None]) == 0
     assert blue_pixels([3.0, 2.0, 1.5, 1.2]) > 1000
 
 
@@ -343,3 +344,7 @@ def test_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         plot_loss(tmp_path / "metrics.jsonl", tmp_path / "nowhere" / "loss.png")
     assert str(caught.value).startswith(f"{tmp_path / 'nowhere' / 'loss.png'}: No such file or directory; ")
+    (tmp_path / "loss.png").mkdir()
+    with pytest.raises(ConfigError, match=r"loss\.png: Is a directory"):
+        plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert os.listdir(tmp_path) == ["loss.png"]
