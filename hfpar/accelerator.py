@@ -383,6 +383,7 @@ def prepare_deepspeed(*, on_gpu: bool) -> None:
         raise MissingDependencyError("distributed_type: DEEPSPEED needs DeepSpeed: pip install 'hfpar[deepspeed]'")
     if not on_gpu and "deepspeed" not in sys.modules:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
 
 
 def device_of(accelerator: Accelerator) -> torch.device:

@@ -49,6 +49,8 @@ class TokenStream:
     """`(1, T)` int64, shifted: entry t is the target of position t, -100 where it has none."""
     num_label_tokens: int
     """Entries of `labels` that are not -100."""
+    num_tokens: int
+    """T; 0 for the stand-in of a rank that has no samples."""
 
     @functools.cached_property
     def max_seqlen(self) -> int:
@@ -103,7 +105,8 @@ def build_stream(samples: Sequence[Sample]) -> TokenStream:
     """
     documents = [sample for sample in samples if sample.input_ids]
     if not documents:
-        documents = [Sample(input_ids=[0], labels=[IGNORE_INDEX])]
+        stand_in = build_stream([Sample(input_ids=[0], labels=[IGNORE_INDEX])])
+        return replace(stand_in, num_tokens=0)
     lengths = [len(document.input_ids) for document in documents]
     input_ids = list(itertools.chain.from_iterable(document.input_ids for document in documents))
     targets = list(itertools.chain.from_iterable([*d.labels[1:], IGNORE_INDEX] for d in documents))
@@ -114,11 +117,10 @@ def build_stream(samples: Sequence[Sample]) -> TokenStream:
 def pad_batch(samples: Sequence[Sample], pad_token_id: int) -> PaddedBatch:
     """Lay out documents as rows, padded on the right to the longest.
 
-    Without samples, the batch is one row of one token (id 0) without a label.
+    Without samples, the batch is one row of padding.
     """
-    samples = samples or [Sample(input_ids=[0], labels=[IGNORE_INDEX])]
-    seqlen = max(len(sample.input_ids) for sample in samples)
-    shape = (len(samples), seqlen)
+    seqlen = max((len(sample.input_ids) for sample in samples), default=1)
+    shape = (max(len(samples), 1), seqlen)
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     attention_mask = torch.zeros(shape, dtype=torch.long)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
@@ -157,4 +159,5 @@ def _stream(input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor) -> TokenStre
         cu_seqlens=cu_seqlens,
         labels=targets[None].contiguous(),
         num_label_tokens=int((targets != IGNORE_INDEX).sum()),
+        num_tokens=len(input_ids),
     )

@@ -1,0 +1,110 @@
+"""The verbs that training needs of an engine.
+
+An engine averages gradients over the batch group. It never scales a loss: the divisor and the factor that
+undoes the average are the step's business (`hfpar.train.step`), so they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hfpar.parallel.layout import Layout
+
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+"""Makes the optimizer from the trainable (name, parameter) pairs of the wrapped model."""
+
+
+class Engine(ABC):
+    """A wrapped model with its optimizer.
+
+    Attributes:
+        name: as in tables, `ddp`, `fsdp2`, `zero1` to `zero3`.
+        module: the Transformers or PEFT model, under whatever the engine put around it.
+        optimizer: what a learning-rate schedule works on.
+        device: this rank's device.
+    """
+
+    name: str
+    module: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """Keep the rank's place."""
+        self.layout = layout
+        self.device = device
+
+    @abstractmethod
+    def forward(self, **inputs: Any) -> Tensor:
+        """Call the wrapped model; with `labels` it returns the summed loss (see `hfpar.train.loss`)."""
+
+    def accumulate(self, *, last_micro_batch: bool) -> AbstractContextManager[Any]:
+        """Around the forward and backward of one micro-batch: engines that can wait with averaging do so."""
+        return nullcontext()
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
+        """Add the gradients of `loss`, averaged over the batch group once the last micro-batch is in."""
+
+    @abstractmethod
+    def step(self, max_grad_norm: float | None) -> float:
+        """Clip, update the weights and drop the gradients.
+
+        Args:
+            max_grad_norm: bound on the global norm; None: no clipping.
+
+        Returns:
+            The global gradient norm before clipping, the same on every rank. Not finite if fp16 overflowed
+            and the update was skipped.
+        """
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable parameter's whole gradient, fp32 on the CPU. All ranks iterate together.
+
+        Valid after the last micro-batch's backward and before `step`.
+        """
+
+    @abstractmethod
+    def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, on the CPU, by its name in `module`. All ranks iterate together."""
+
+    @abstractmethod
+    def save_state(self, folder: Path) -> None:
+        """Write trainable weights and optimizer state so that `load_state` continues bit for bit."""
+
+    @abstractmethod
+    def load_state(self, folder: Path) -> None:
+        """Read what `save_state` wrote.
+
+        Raises:
+            ConfigError: written by another engine, or another number of ranks where that matters.
+        """
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """Around evaluation: no gradients."""
+        return torch.no_grad()
+
+    def close(self) -> None:
+        """Release what outlives the object."""
+
+
+def autocast(device: torch.device, mixed_precision: str) -> AbstractContextManager[Any]:
+    """Autocast to the engine's mixed precision; nothing for `no`."""
+    if mixed_precision == "no":
+        return nullcontext()
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of everything that is trained, tied ones once."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,47 @@
+"""The global gradient norm, for gradients that lie whole or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def global_grad_norm(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """The L2 norm over all gradients, each element counted once.
+
+    Args:
+        gradients: whole on every rank, or DTensors sharded over `group`.
+        group: the ranks that hold the shards; None if nothing is sharded.
+
+    Returns:
+        fp32 scalar, the same on every rank.
+    """
+    device = gradients[0].device if gradients else torch.device("cpu")
+    whole = torch.zeros((), dtype=torch.float32, device=device)
+    sharded = torch.zeros((), dtype=torch.float32, device=device)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            sharded += _sum_of_squares(gradient.to_local())
+        else:
+            whole += _sum_of_squares(gradient)
+    if group is not None:
+        dist.all_reduce(sharded, group=group)
+    return (whole + sharded).sqrt()
+
+
+def clip_gradients(gradients: Sequence[Tensor], norm: Tensor, max_grad_norm: float | None) -> None:
+    """Scale all gradients in place so that their norm is at most `max_grad_norm` (torch's rule: eps 1e-6)."""
+    if max_grad_norm is None:
+        return
+    factor = float((max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+    if factor < 1.0:
+        for gradient in gradients:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32) ** 2

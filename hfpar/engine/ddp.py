@@ -1,0 +1,96 @@
+"""DDP: whole weights on every rank of the batch group, gradients averaged in buckets during the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hfpar.config.engine import DDPSettings
+from hfpar.engine import state
+from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable
+from hfpar.engine.clip import clip_gradients, global_grad_norm
+from hfpar.parallel.layout import Layout
+
+
+class DDPEngine(Engine):
+    """torch's DistributedDataParallel over the batch group; on one rank, the plain model."""
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: OptimizerFactory,
+        settings: DDPSettings,
+        layout: Layout,
+        device: torch.device,
+    ) -> None:
+        """Move the model to its device and wrap it."""
+        super().__init__(layout, device)
+        self.settings = settings
+        self.module = module.to(device)
+        self.wrapped: nn.Module = self.module
+        if layout.batch_size > 1:
+            self.wrapped = DistributedDataParallel(
+                self.module,
+                device_ids=[device] if device.type == "cuda" else None,
+                process_group=layout.batch_group,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+        self.optimizer = make_optimizer(trainable(self.module))
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.mixed_precision == "fp16")
+        self._sync_next = True
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """See `Engine`."""
+        with autocast(self.device, self.settings.mixed_precision):
+            result: Tensor = self.wrapped(**inputs)
+        return result
+
+    def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
+        """See `Engine`."""
+        self.scaler.scale(loss).backward()
+
+    def accumulate(self, *, last_micro_batch: bool) -> Any:
+        """Around forward and backward: DDP averages only after the window's last micro-batch."""
+        if last_micro_batch or not isinstance(self.wrapped, DistributedDataParallel):
+            return nullcontext()
+        return self.wrapped.no_sync()
+
+    def step(self, max_grad_norm: float | None) -> float:
+        """See `Engine`."""
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for _, p in trainable(self.module) if p.grad is not None]
+        norm = global_grad_norm(gradients, group=None)
+        clip_gradients(gradients, norm, max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine`."""
+        for name, parameter in trainable(self.module):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            yield name, gradient.detach().float().cpu()
+
+    def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine`."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad or not trainable_only:
+                yield name, parameter.detach().cpu()
+
+    def save_state(self, folder: Path) -> None:
+        """See `Engine`."""
+        state.save(self.module, self.optimizer, folder, sharded=False, layout=self.layout, scaler=self.scaler)
+
+    def load_state(self, folder: Path) -> None:
+        """See `Engine`."""
+        state.load(self.module, self.optimizer, folder, layout=self.layout, scaler=self.scaler)

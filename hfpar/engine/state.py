@@ -1,0 +1,69 @@
+"""Checkpoints of DDP and FSDP2: torch's distributed checkpoint, or one file, of what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from hfpar.errors import ConfigError
+from hfpar.parallel.layout import Layout
+
+_WHOLE = "state.pt"
+_SHARDED = "sharded"
+
+
+def save(
+    module: nn.Module,
+    optimizer: Optimizer,
+    folder: Path,
+    *,
+    sharded: bool,
+    layout: Layout,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Write trainable weights, optimizer and loss scale: one file from rank 0, or each rank its shards."""
+    options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True, ignore_frozen_params=True)
+    weights, optimizer_state = get_state_dict(module, optimizer, options=options)
+    state: dict[str, Any] = {"module": weights, "optimizer": optimizer_state}
+    if sharded:
+        state["scaler"] = scaler.state_dict()
+        dcp.save(state, checkpoint_id=str(folder / _SHARDED), process_group=layout.batch_group)
+    elif dist.get_rank(layout.batch_group) == 0:
+        state["scaler"] = scaler.state_dict()
+        torch.save(state, folder / _WHOLE)
+
+
+def load(
+    module: nn.Module, optimizer: Optimizer, folder: Path, *, layout: Layout, scaler: torch.amp.GradScaler
+) -> None:
+    """Read what `save` wrote, from any number of ranks onto any number of ranks.
+
+    Raises:
+        ConfigError: the folder holds another engine's checkpoint.
+    """
+    if (folder / _WHOLE).is_file():
+        options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True, strict=False)
+        state = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)
+    elif (folder / _SHARDED).is_dir():
+        options = StateDictOptions(ignore_frozen_params=True, strict=False, cpu_offload=True)
+        weights, optimizer_state = get_state_dict(module, optimizer, options=options)
+        state = {"module": weights, "optimizer": optimizer_state, "scaler": scaler.state_dict()}
+        dcp.load(state, checkpoint_id=str(folder / _SHARDED), process_group=layout.batch_group)
+    else:
+        raise ConfigError(f"resume: {folder} was written by another engine; resume with the engine that wrote it")
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=state["module"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,193 @@
+"""ZeRO-1, -2 and -3: DeepSpeed over the batch group, with the DeepSpeed settings of the Accelerate file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hfpar.config.engine import ZeROSettings
+from hfpar.engine.base import Engine, OptimizerFactory, trainable
+from hfpar.errors import ConfigError
+from hfpar.parallel.layout import Layout
+
+
+class BatchGroupMPU:
+    """Tells DeepSpeed which ranks hold the same weights. The method names are DeepSpeed's."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Keep the layout."""
+        self.layout = layout
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The batch group."""
+        return self.layout.batch_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Ranks in the batch group."""
+        return self.layout.batch_size
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place in the batch group."""
+        return dist.get_rank(self.layout.batch_group)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different weights of the same model copy; None: each holds all."""
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        """Size of the model-parallel group."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Place in the model-parallel group."""
+        return 0
+
+
+class ZeROEngine(Engine):
+    """DeepSpeed's engine, told exactly where an accumulation window ends."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: OptimizerFactory,
+        settings: ZeROSettings,
+        layout: Layout,
+        device: torch.device,
+        *,
+        gradient_accumulation_steps: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Wrap the model. DeepSpeed clips inside its own step, so it is told the bound here."""
+        import deepspeed
+
+        super().__init__(layout, device)
+        self.settings = settings
+        self.name = settings.name
+        self.max_grad_norm = max_grad_norm
+        self.module = module
+        config = complete_config(
+            settings,
+            hidden_size=_hidden_size(module),
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+        )
+        base_optimizer = make_optimizer(trainable(module))
+        self.wrapped, _, _, _ = deepspeed.initialize(
+            model=module, optimizer=base_optimizer, config=config, mpu=BatchGroupMPU(layout), dist_init_required=False
+        )
+        # The schedule works on the optimizer whose parameter groups DeepSpeed shares.
+        self.optimizer = base_optimizer
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """See `Engine`."""
+        result: Tensor = self.wrapped(**inputs)
+        return result
+
+    def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
+        """See `Engine`. The window's length is ours to know: the last one of an epoch can be shorter."""
+        self.wrapped.set_gradient_accumulation_boundary(last_micro_batch)
+        self.wrapped.backward(loss, scale_wrt_gas=False)
+        if not last_micro_batch:
+            self.wrapped.step()
+
+    def step(self, max_grad_norm: float | None) -> float:
+        """See `Engine`."""
+        assert max_grad_norm == self.max_grad_norm, "DeepSpeed was told another bound"
+        self.wrapped.step()
+        norm = self.wrapped.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine`."""
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in trainable(self.module):
+            gradient = safe_get_full_grad(parameter)
+            assert gradient is not None, f"{name} has no gradient"
+            yield name, gradient.detach().float().cpu().reshape(_full_shape(parameter))
+
+    def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine`."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        for name, parameter in self.module.named_parameters():
+            if trainable_only and not parameter.requires_grad:
+                continue
+            with GatheredParameters([parameter], enabled=self.settings.stage == 3):
+                whole = parameter.detach().cpu().clone()
+            yield name, whole
+
+    def save_state(self, folder: Path) -> None:
+        """See `Engine`."""
+        self.wrapped.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
+
+    def load_state(self, folder: Path) -> None:
+        """See `Engine`."""
+        if not (folder / "zero").is_dir():
+            raise ConfigError(f"resume: {folder} wasn't written by {self.name}; resume with the engine that wrote it")
+        path, _ = self.wrapped.load_checkpoint(str(folder), tag="zero", load_module_strict=False)
+        if path is None:
+            raise ConfigError(f"resume: DeepSpeed found no checkpoint in {folder}")
+
+    def close(self) -> None:
+        """Drop DeepSpeed's hooks, so that another engine can be made in the same process."""
+        self.wrapped.destroy()
+
+
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _hidden_size(module: nn.Module) -> int:
+    config = getattr(module, "config", None)
+    return int(config.get_text_config().hidden_size) if hasattr(config, "get_text_config") else 1024
+
+
+def complete_config(
+    settings: ZeROSettings, *, hidden_size: int, gradient_accumulation_steps: int, max_grad_norm: float | None
+) -> dict[str, Any]:
+    """The DeepSpeed config with every `auto` filled, by the rules that Transformers and Accelerate use.
+
+    Raises:
+        ConfigError: an `auto` that stands where nothing can be filled in.
+    """
+    config = copy.deepcopy(settings.deepspeed_config)
+    config.pop("train_batch_size", None)
+    config["train_micro_batch_size_per_gpu"] = 1  # only DeepSpeed's own throughput log reads it
+    config["gradient_accumulation_steps"] = gradient_accumulation_steps
+    config["gradient_clipping"] = max_grad_norm or 0.0
+    config.setdefault("steps_per_print", 10**9)
+    config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    for section in ("bf16", "fp16"):
+        config.setdefault(section, {})["enabled"] = settings.mixed_precision == section
+    zero = config["zero_optimization"]
+    sizes = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    for key, value in sizes.items():
+        if zero.get(key) == "auto":
+            zero[key] = value
+    leftover = _find_auto(config)
+    if leftover:
+        raise ConfigError(f"{leftover}: auto in the DeepSpeed config can't be filled in; write its value")
+    return config
+
+
+def _find_auto(config: dict[str, Any], prefix: str = "") -> str | None:
+    for key, value in config.items():
+        if value == "auto":
+            return prefix + key
+        if isinstance(value, dict):
+            found = _find_auto(value, f"{prefix}{key}.")
+            if found:
+                return found
+    return None
