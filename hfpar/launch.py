@@ -123,7 +123,7 @@ def _report(worker: str, exit_code: int) -> int:
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    raise ConfigError(f"hfpar launch: {message}; `hfpar launch --help` lists what it takes")
+    raise ConfigError(f"launch: {message}; `hfpar launch --help` lists what it takes")
 
 
 def _check_config_file(path: Path) -> None:

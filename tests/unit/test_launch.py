@@ -152,9 +152,7 @@ def test_config_file_is_checked_first(content: str | None, message: str, script:
 def test_missing_script_and_wrong_argument(tmp_path: Path, script: str) -> None:
     with pytest.raises(ConfigError, match=r"^training_script=.*nope\.py: no such file"):
         main([str(tmp_path / "nope.py")])
-    with pytest.raises(
-        ConfigError, match=r"^hfpar launch: argument --num_processes.*: invalid int value: 'two'"
-    ):
+    with pytest.raises(ConfigError, match=r"^launch: argument --num_processes.*: invalid int value: 'two'"):
         main(["--num_processes", "two", script])
 
 
