@@ -1,8 +1,8 @@
 """Read a run's settings from YAML files and flags, and write them back; the only user of jsonargparse.
 
-jsonargparse converts and checks each single value and formats `--help`. What it does otherwise is done here:
-its own errors take several lines and name Python types, it lets a flag's place decide whether a file after it
-wins, it wants `true` after a boolean flag, and from a file it takes the text "null" for no value.
+jsonargparse converts and checks each single value (`2e-5` too, which PyYAML takes for text) and formats
+`--help`. The rest is done here, because its errors take several lines and name Python types, a file wins over
+the flags in front of it, a boolean flag needs a value, and the text "null" in a file becomes no value.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def _from_yaml(parser: ArgumentParser, where: str, key: str, value: object, hint
     if value is None and type(None) not in _alternatives(hint):
         raise ConfigError(f"{where}{key}: null; must be {_allowed(hint)}, or leave the line out")
     if isinstance(value, str) and str in _alternatives(hint):
-        return value  # YAML has decided that it is text; jsonargparse would read it a second time
+        return value  # jsonargparse would read the text once more, and take "null" for no value
     try:
         return parser.parse_object({key: value}, defaults=False)[key]
     except ArgumentError:
@@ -178,12 +178,9 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
     if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
         return [text]
     try:
-        value = parser.parse_args([f"--{flag.name}={text}"], defaults=False)[flag.name]
+        return parser.parse_args([f"--{flag.name}={text}"], defaults=False)[flag.name]
     except ArgumentError:
         raise ConfigError("--" + _wrong_value(flag.name, text, hint)) from None
-    if value is None and type(None) not in _alternatives(hint):
-        raise ConfigError("--" + _wrong_value(flag.name, text, hint))
-    return value
 
 
 def _unknown(name: str, value: str, hints: dict[str, Any]) -> str:

@@ -1,30 +1,14 @@
-"""YAML as hfpar reads and writes it: strict about duplicate keys, and with `2e-5` a number.
+"""YAML as hfpar reads and writes it: one flat mapping, with the line of each key, and no key twice.
 
-PyYAML keeps the last of two equal keys without a word, and by YAML 1.1 takes `2e-5` for text. The reader here
-refuses the one and mends the other; the writer follows, so that text that looks like a number stays text.
+PyYAML keeps the last of two equal keys without a word, so the mapping is built from its nodes here.
 """
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import yaml
 
 from hfpar.errors import ConfigError
-
-_EXPONENT_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-
-
-class _Loader(yaml.SafeLoader):
-    pass
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+.0123456789"))
 
 
 class Entry(NamedTuple):
@@ -50,7 +34,7 @@ def read_mapping(path: str) -> dict[str, Entry]:
         raise ConfigError(f"--config {path}: not UTF-8 text (byte {error.start})") from error
     loader = None
     try:
-        loader = _Loader(text)
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return {}
@@ -67,10 +51,10 @@ def read_mapping(path: str) -> dict[str, Entry]:
 
 def write_mapping(values: Mapping[str, object]) -> str:
     """Text that `read_mapping` reads back as the same keys, values and types, in the same order."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    return yaml.dump(dict(values), Dumper=yaml.SafeDumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _entries(path: str, loader: _Loader, node: yaml.MappingNode) -> dict[str, Entry]:
+def _entries(path: str, loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
