@@ -38,10 +38,10 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests
 
-test-real: venv $(HFPAR_REAL_MODEL)/model.safetensors
+test-real: venv $(HFPAR_REAL_MODEL)/config.json
 	$(BIN)/python -m pytest -m real $(PYTEST_ARGS) tests
 
-$(HFPAR_REAL_MODEL)/model.safetensors: | $(INSTALLED)
+$(HFPAR_REAL_MODEL)/config.json: | $(INSTALLED)
 	@if [ -f $(GET_MODEL) ]; then \
 		PYTHON=$(BIN)/python bash $(GET_MODEL) $(HFPAR_REAL_MODEL); \
 	else \
