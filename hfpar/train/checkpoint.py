@@ -1,0 +1,267 @@
+"""The run folder: who may write into it, whole checkpoints, resuming and the export.
+
+Everything that must be whole is written beside its final name and renamed when it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hfpar.config.load import dump_config
+from hfpar.config.schema import SFTConfig
+from hfpar.config.yaml_io import read_mapping
+from hfpar.engine.base import Engine
+from hfpar.errors import ConfigError, HfparError
+from hfpar.parallel.layout import Layout
+
+CONFIG_FILE = "run_config.yaml"
+STATE_FILE = "trainer_state.json"
+FREE_TO_CHANGE = frozenset(
+    "output_dir overwrite resume logging_steps eval_steps save_steps save_total_limit report_to run_name "
+    "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size "
+    "eval_dataset".split()
+)
+"""Settings that a resumed run may change. The batch is compared as a whole (`TrainerState.global_batch`)."""
+
+_ARTIFACTS = (
+    "checkpoint-*",
+    ".*.partial",
+    "metrics.jsonl",
+    "loss.png",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "README.md",
+    CONFIG_FILE,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where a run stands after an optimizer step."""
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    num_tokens: int
+    num_label_tokens: int
+    global_batch: int
+    """Samples or packs an optimizer step takes."""
+    engine: str
+    world_size: int
+
+
+def on_main(layout: Layout, work: Callable[[], T]) -> T:
+    """Do `work` on rank 0; give every rank its result, or raise its error on every rank."""
+    outcome: list[Any] = [None, None]
+    if layout.rank == 0:
+        try:
+            outcome[0] = work()
+        except HfparError as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = ConfigError(f"{error.filename or 'output_dir'}: {error.strerror or error}")
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+# The run folder
+
+
+class RunFolder:
+    """The folder of one run, locked against a second one until `release`. All ranks make it together.
+
+    Making it only checks; nothing in the folder changes before `claim`, so that a run that is refused later
+    (a misspelt LoRA target, say) leaves no trace.
+    """
+
+    def __init__(self, config: SFTConfig, layout: Layout) -> None:
+        """Check the folder against `config` and lock it.
+
+        Raises:
+            ConfigError: it can't be written, is in use, or holds a run and neither `resume` nor `overwrite` is set.
+        """
+        assert config.output_dir is not None
+        self.config, self.layout = config, layout
+        self.path = Path(config.output_dir)
+        self._lock_file: Any = None
+        on_main(layout, self._check)
+
+    def _check(self) -> None:
+        self._make()
+        self._lock()
+        if all(child.name == ".lock" for child in self.path.iterdir()):
+            return
+        if not (self.path / CONFIG_FILE).is_file():
+            raise ConfigError(f"output_dir: {self.path} isn't empty and isn't a run of hfpar; use another --output_dir")
+        differing = difference(self.path / CONFIG_FILE, self.config)
+        if self.config.resume:
+            fixed = [line for line in differing if line.split(":")[0] not in FREE_TO_CHANGE]
+            if fixed:
+                raise ConfigError(f"resume: {self.path} was started with {fixed[0]}; resume with the settings it has")
+        elif not self.config.overwrite:
+            kind = f" with other settings ({differing[0]})" if differing else ""
+            raise ConfigError(
+                f"output_dir: {self.path} already holds a run{kind}; continue it with --resume, start again with "
+                "--overwrite, or use another --output_dir"
+            )
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".write-test-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: {self.path} can't be written ({error.strerror}); use another --output_dir"
+            ) from error
+
+    def _lock(self) -> None:
+        self._lock_file = open(self.path / ".lock", "w")  # held until `release`
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"output_dir: another run is writing into {self.path}; use another --output_dir"
+            ) from error
+
+    def claim(self) -> None:
+        """Remove what `overwrite` gives up and write the resolved config."""
+        on_main(self.layout, self._claim)
+
+    def _claim(self) -> None:
+        if self.config.overwrite:
+            for pattern in _ARTIFACTS:
+                for found in self.path.glob(pattern):
+                    shutil.rmtree(found) if found.is_dir() else found.unlink()
+        write_whole(self.path / CONFIG_FILE, dump_config(replace(self.config, overwrite=False, resume=False)))
+
+    def release(self) -> None:
+        """Let others write into the folder."""
+        if self._lock_file is not None:
+            self._lock_file.close()
+
+
+def difference(config_file: Path, config: SFTConfig) -> list[str]:
+    """The settings in which a saved config differs, as `name: there, here` lines."""
+    saved = {key: entry.value for key, entry in read_mapping(str(config_file)).items()}
+    lines = []
+    for field in fields(SFTConfig):
+        there, here = saved.get(field.name), getattr(config, field.name)
+        if field.name not in ("overwrite", "resume", "output_dir") and there != here:
+            lines.append(f"{field.name}: {there} there, {here} here")
+    return lines
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that nobody ever sees half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+# Checkpoints
+
+
+def save_checkpoint(
+    engine: Engine, state: TrainerState, output_dir: Path, layout: Layout, *, save_total_limit: int | None
+) -> Path:
+    """Write `checkpoint-<step>`, whole or not at all, and drop the oldest beyond the limit. All ranks together."""
+    final = output_dir / f"checkpoint-{state.step}"
+    partial = output_dir / f".checkpoint-{state.step}.partial"
+    on_main(layout, lambda: _fresh(partial))
+    engine.save_state(partial)
+    dist.barrier()
+
+    def finish() -> None:
+        write_whole(partial / STATE_FILE, json.dumps(asdict(state), indent=2) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        whole = whole_checkpoints(output_dir)
+        for old in whole[:-save_total_limit] if save_total_limit else []:
+            shutil.rmtree(old)
+
+    on_main(layout, finish)
+    return final
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def whole_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints of a run that were written to the end, oldest first."""
+    found = [path for path in output_dir.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def load_checkpoint(engine: Engine, folder: Path, layout: Layout, *, global_batch: int) -> TrainerState:
+    """Continue from `folder`. All ranks together.
+
+    Raises:
+        ConfigError: written by another engine, with another global batch, or for ZeRO by another number of ranks.
+    """
+    state = TrainerState(**json.loads((folder / STATE_FILE).read_text()))
+    if state.engine != engine.name and not {state.engine, engine.name} <= {"ddp", "fsdp2"}:
+        raise ConfigError(f"resume: {folder} was written by {state.engine}, this run is {engine.name}; use that engine")
+    if state.global_batch != global_batch:
+        raise ConfigError(
+            f"resume: {folder} took {state.global_batch} samples or packs a step, this run {global_batch}; "
+            "set gradient_accumulation_steps so that they are equal"
+        )
+    if engine.name.startswith("zero") and state.world_size != layout.world_size:
+        raise ConfigError(
+            f"resume: {folder} was written by {state.world_size} processes; ZeRO resumes with as many, not "
+            f"{layout.world_size}: use --num_processes {state.world_size}"
+        )
+    engine.load_state(folder)
+    return state
+
+
+# Export
+
+
+def export_model(engine: Engine, tokenizer: Any, output_dir: Path, layout: Layout) -> None:
+    """Write what Transformers (or PEFT) loads: weights, config, tokenizer, chat template. All ranks together.
+
+    Weights are gathered one at a time and kept on rank 0 only.
+    """
+    module: Any = engine.module
+    is_peft = hasattr(module, "peft_config")
+    weights = {}
+    for name, weight in engine.parameters(trainable_only=is_peft):
+        if layout.rank == 0:
+            weights[name] = weight
+
+    def write() -> None:
+        partial = output_dir / ".export.partial"
+        _fresh(partial)
+        options = {"save_embedding_layers": False} if is_peft else {}
+        module.save_pretrained(partial, state_dict=weights, **options)
+        tokenizer.save_pretrained(partial)
+        for path in sorted(partial.iterdir()):
+            os.replace(path, output_dir / path.name)
+        partial.rmdir()
+
+    on_main(layout, write)

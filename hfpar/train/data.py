@@ -1,0 +1,90 @@
+"""From the config to the samples of a run and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hfpar.config.schema import SFTConfig
+from hfpar.data.chat import TokenizeReport, tokenize_rows
+from hfpar.data.loader import StepLoader
+from hfpar.data.packing import pack
+from hfpar.data.sources import load_conversations
+from hfpar.data.stream import Sample, TokenStream, build_stream
+from hfpar.errors import ConfigError
+from hfpar.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run is trained and evaluated on, the same on every rank."""
+
+    samples: list[Sample]
+    report: TokenizeReport
+    eval_samples: list[Sample]
+
+
+def read_data(config: SFTConfig, tokenizer: Any, layout: Layout, *, max_positions: int | None) -> RunData:
+    """Read, tokenize and label the data.
+
+    Args:
+        config: names the files.
+        tokenizer: with its chat template.
+        layout: for the number of data-parallel ranks, each of which needs a sample.
+        max_positions: the longest document that the model has positions for; None: no bound.
+
+    Raises:
+        DataError: nothing usable in the files; the message names the line.
+        ConfigError: fewer samples than ranks, or samples longer than the model's positions.
+    """
+    assert config.dataset is not None
+    samples, report = tokenize_rows(load_conversations(config.dataset), tokenizer, config.max_length)
+    if len(samples) < layout.dp_size:
+        raise ConfigError(
+            f"dataset: {len(samples)} usable samples for {layout.dp_size} data-parallel ranks; "
+            f"use --num_processes {len(samples)} or fewer"
+        )
+    longest = max(len(sample.input_ids) for sample in samples)
+    if max_positions is not None and longest > max_positions:
+        raise ConfigError(
+            f"max_length: a sample has {longest} tokens, but the model has {max_positions} positions; "
+            f"set max_length to {max_positions} or less"
+        )
+    eval_samples: list[Sample] = []
+    if config.eval_dataset is not None:
+        eval_samples, _ = tokenize_rows(load_conversations(config.eval_dataset), tokenizer, config.max_length)
+    return RunData(samples, report, eval_samples)
+
+
+def make_loader(config: SFTConfig, samples: Sequence[Sample], layout: Layout, *, pad_token_id: int) -> StepLoader:
+    """The order in which this rank sees the samples."""
+    assert config.gradient_accumulation_steps is not None
+    return StepLoader(
+        samples,
+        seed=config.seed,
+        dp_size=layout.dp_size,
+        dp_rank=layout.dp_rank,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        max_tokens_per_batch=config.max_tokens_per_batch,
+        pad_token_id=pad_token_id,
+    )
+
+
+def eval_batches(samples: Sequence[Sample], config: SFTConfig, layout: Layout) -> list[TokenStream]:
+    """This rank's share of the held-out samples, as many batches as every other rank has.
+
+    Packed as in training if training is packed; otherwise `per_device_eval_batch_size` samples of like length
+    a batch. The mean over all label tokens is the same either way.
+    """
+    lengths = [len(sample.input_ids) for sample in samples]
+    if config.max_tokens_per_batch is not None:
+        batches = pack(lengths, config.max_tokens_per_batch)
+    else:
+        by_length = sorted(range(len(samples)), key=lambda index: (-lengths[index], index))
+        size = config.per_device_eval_batch_size
+        batches = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+    num_rounds = -(-len(batches) // layout.dp_size)
+    batches += [[]] * (num_rounds * layout.dp_size - len(batches))
+    return [build_stream([samples[index] for index in batch]) for batch in batches[layout.dp_rank :: layout.dp_size]]

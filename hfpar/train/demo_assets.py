@@ -1,0 +1,53 @@
+"""The model and the data of a run that names neither: built on the spot, once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DemoAssets:
+    """A folder with a tiny model and word problems."""
+
+    folder: Path
+
+    @classmethod
+    def beside(cls, output_dir: Path) -> DemoAssets:
+        """The assets that belong to a run folder: next to it, so that runs share them."""
+        return cls(output_dir.parent / "demo-assets")
+
+    @property
+    def model(self) -> Path:
+        """A Transformers checkpoint."""
+        return self.folder / "model"
+
+    @property
+    def train_data(self) -> Path:
+        """Conversations to train on."""
+        return self.folder / "train.jsonl"
+
+    @property
+    def eval_data(self) -> Path:
+        """Conversations that are held out."""
+        return self.folder / "eval.jsonl"
+
+    def build(self) -> None:
+        """Make the folder, whole or not at all; nothing if it is there."""
+        from hfpar.data.word_problems import write_demo_data
+        from hfpar.models.tiny import build_tiny_model
+
+        if self.eval_data.is_file():
+            return
+        partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        build_tiny_model(partial / "model")
+        write_demo_data(partial)
+        try:
+            os.replace(partial, self.folder)
+        except OSError:
+            if not self.eval_data.is_file():
+                raise
+            shutil.rmtree(partial)  # another run was faster

@@ -1,0 +1,89 @@
+"""The model of a run, in the order in which it is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from hfpar.attention import interface
+from hfpar.config.engine import EngineSettings, FSDP2Settings
+from hfpar.config.schema import SFTConfig
+from hfpar.models import adapters, load
+from hfpar.train import loss
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model before its weights are loaded."""
+
+    folder: Path
+    config: PretrainedConfig
+    tokenizer: Any
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest document the model has positions for."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def pad_token_id(self) -> int:
+        """What padding is made of before it is removed again; any token would do."""
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+
+
+def download(config: SFTConfig) -> None:
+    """Bring a hub model into the local cache; nothing for a folder. For one rank, before the others look."""
+    assert config.model_name_or_path is not None
+    load.resolve_folder(config.model_name_or_path)
+
+
+def find_model(config: SFTConfig) -> ModelSource:
+    """Everything about the model but its weights.
+
+    Raises:
+        ConfigError: no such model, no tokenizer, not a causal language model.
+    """
+    assert config.model_name_or_path is not None
+    folder = load.resolve_folder(config.model_name_or_path)
+    return ModelSource(
+        folder,
+        load.load_model_config(folder, trust_remote_code=config.trust_remote_code),
+        load.load_tokenizer(
+            folder, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
+        ),
+    )
+
+
+def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings) -> Any:
+    """Load the weights this rank keeps, then adapters, then the patches: attention, checkpointing, loss.
+
+    Raises:
+        ConfigError: a model or a combination that hfpar can't train.
+    """
+    interface.register()
+    model = load.load_model(
+        source.folder,
+        source.config,
+        settings=settings,
+        dtype=load.weights_dtype(config.dtype, source.config),
+        attn_implementation=interface.interface_name(config.attn_implementation),
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.gradient_checkpointing or (isinstance(settings, FSDP2Settings) and settings.activation_checkpointing):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora_r:
+        model = adapters.add_lora(
+            model,
+            r=config.lora_r,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules,
+            modules_to_save=config.modules_to_save,
+            seed=config.seed,
+        )
+        model.peft_config["default"].base_model_name_or_path = config.model_name_or_path
+    loss.install(model)
+    return model.train()

@@ -1,0 +1,184 @@
+"""Fine-tuning from end to end. Read `run_sft` first: it builds everything, in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hfpar.accelerator import Launch, current_rank, read_launch
+from hfpar.config.engine import LaunchDefaults
+from hfpar.config.load import parse_sft_config
+from hfpar.config.schema import SFTConfig
+from hfpar.errors import ConfigError, HfparError
+
+
+def main(argv: Sequence[str], demo_config: Path) -> int:
+    """Run fine-tuning and turn every ending into an exit code: 0, 2 for what the user can mend, 130 for Ctrl-C.
+
+    Args:
+        argv: flags, as of `sft/train.py`.
+        demo_config: the config that holds where neither a model nor data is named.
+    """
+    rank = current_rank()
+    try:
+        run_sft(parse_config(list(argv), demo_config), read_launch())
+        return 0
+    except HfparError as error:
+        _say_last(rank, f"hfpar: error: {error}")
+        return _leave(error.exit_code)
+    except KeyboardInterrupt:
+        _say_last(rank, "hfpar: stopped; whole checkpoints are kept, --resume continues from the last one")
+        return _leave(130)
+    except RuntimeError as error:
+        if not _lost_a_rank(error):
+            raise
+        _say_last(rank, f"hfpar: error: another process of this run ended ({str(error).splitlines()[0]})")
+        return _leave(1)
+
+
+def _say_last(rank: int, line: str) -> None:
+    """Rank 0 speaks at once. Others wait: if rank 0 has said it, the launcher ends them before they do."""
+    if rank != 0:
+        time.sleep(5)
+        line += f" (rank {rank})"
+    print(line, file=sys.stderr, flush=True)
+
+
+def _leave(exit_code: int) -> int:
+    """End at once where other ranks may wait in a collective: an orderly shutdown would wait for them."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    return exit_code
+
+
+def _lost_a_rank(error: RuntimeError) -> bool:
+    text = str(error)
+    return any(mark in text for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+
+
+# The config
+
+
+def parse_config(argv: list[str], demo_config: Path) -> SFTConfig:
+    """The config of the flags; the demo's, under the flags, where neither a model nor data is named.
+
+    Raises:
+        ConfigError: see `hfpar.config.load`; or data without a model.
+    """
+    config = parse_sft_config(argv)
+    if config.model_name_or_path is None and config.dataset is None:
+        return parse_sft_config(["--config", str(demo_config), *argv])
+    if config.model_name_or_path is None:
+        raise ConfigError("model_name_or_path: missing; name the folder or hub id of the model to train on your data")
+    if config.dataset is None:
+        raise ConfigError("dataset: missing; name the file or hub id to train on")
+    return config
+
+
+def settle(config: SFTConfig, defaults: LaunchDefaults) -> SFTConfig:
+    """Fill what the Accelerate file may give, and what depends on other settings.
+
+    Raises:
+        ConfigError: a flag and the file contradict each other.
+    """
+    chosen: dict[str, int | float | str | None] = {}
+    for name, fallback in (("gradient_accumulation_steps", 1), ("max_grad_norm", 1.0)):
+        flag, file = getattr(config, name), getattr(defaults, name)
+        if flag is not None and file is not None and flag != file:
+            raise ConfigError(f"{name}: {flag} contradicts {file} in the Accelerate or DeepSpeed file; keep one")
+        chosen[name] = flag if flag is not None else file if file is not None else fallback
+    if config.max_tokens_per_batch is None and config.per_device_train_batch_size is None:
+        chosen["per_device_train_batch_size"] = 8
+    if config.output_dir is None:
+        chosen["output_dir"] = "runs/sft"
+    return replace(config, **chosen)  # type: ignore[arg-type]
+
+
+# The run
+
+
+def run_sft(config: SFTConfig, launch: Launch) -> None:
+    """Train as `config` says, on the engine and ranks of `launch`.
+
+    Raises:
+        HfparError: anything that the user can mend, before weights load wherever it can be known by then.
+    """
+    config = settle(config, launch.defaults)
+    assert config.output_dir is not None
+
+    import torch
+
+    from hfpar import accelerator as accelerate_launch
+    from hfpar.engine.build import build_engine
+    from hfpar.parallel.layout import Layout
+    from hfpar.train import checkpoint, data, loop, model, optim, summary, trackers
+    from hfpar.train.demo_assets import DemoAssets
+    from hfpar.train.plots import plot_loss
+    from hfpar.train.progress import METRICS_FILE
+    from hfpar.train.quiet import quiet_libraries
+
+    quiet_libraries(launch.is_main)
+    accelerator = accelerate_launch.start(launch, report_to=trackers.names(config), project_dir=config.output_dir)
+    device = accelerate_launch.device_of(accelerator)
+    layout = Layout(rank=launch.rank, world_size=launch.world_size)
+    torch.manual_seed(config.seed)
+
+    if config.model_name_or_path is None:
+        assets = DemoAssets.beside(Path(config.output_dir))
+        checkpoint.on_main(layout, assets.build)
+        config = replace(
+            config,
+            model_name_or_path=str(assets.model),
+            dataset=str(assets.train_data),
+            eval_dataset=str(assets.eval_data),
+        )
+
+    assert config.model_name_or_path is not None
+    optim.check_optimizer(config, launch.settings, device)
+    checkpoint.on_main(layout, lambda: model.download(config))
+    source = model.find_model(config)
+    run_data = data.read_data(config, source.tokenizer, layout, max_positions=source.max_positions)
+    loader = data.make_loader(config, run_data.samples, layout, pad_token_id=source.pad_token_id)
+    schedule = loop.Schedule.of(config, steps_per_epoch=loader.num_steps(0), layout=layout)
+    folder = checkpoint.RunFolder(config, layout)
+
+    engine = build_engine(
+        launch.settings,
+        model.build_model(config, source, launch.settings),
+        lambda parameters: optim.make_optimizer(parameters, config),
+        layout,
+        device,
+        checkpoint_folder=source.folder,
+        gradient_accumulation_steps=config.gradient_accumulation_steps or 1,
+        max_grad_norm=config.max_grad_norm or None,
+    )
+    trainer = loop.Trainer(
+        config=config,
+        layout=layout,
+        engine=engine,
+        loader=loader,
+        lr_schedule=optim.make_schedule(engine.optimizer, config, schedule.total_steps),
+        schedule=schedule,
+        eval_batches=data.eval_batches(run_data.eval_samples, config, layout),
+        output_dir=folder.path,
+    )
+    trainer.resume()
+    folder.claim()
+    summary.show(config, launch, layout, engine, loader, schedule, run_data, trainer.position)
+    trainer.train(trackers.start(accelerator, config))
+    checkpoint.export_model(engine, source.tokenizer, folder.path, layout)
+    if launch.is_main:
+        plot_loss(folder.path / METRICS_FILE, folder.path / "loss.png")
+        print(f"Finished: model, metrics.jsonl and loss.png are in {folder.path}")
+    folder.release()
+    engine.close()
+    accelerator.end_training()  # closes the trackers and the process group
+
+
