@@ -89,7 +89,9 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
     """
     mixed_precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if mixed_precision not in ("no", "bf16", "fp16"):
-        raise ConfigError(f"mixed_precision: {mixed_precision} in the Accelerate file isn't supported; use no, bf16 or fp16")
+        raise ConfigError(
+            f"mixed_precision: {mixed_precision} in the Accelerate file isn't supported; use no, bf16 or fp16"
+        )
     precision = cast(MixedPrecision, mixed_precision)
     _refuse_what_is_not_honoured(environ)
     if _flag(environ, "ACCELERATE_USE_DEEPSPEED"):
@@ -106,7 +108,9 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
 def _refuse_what_is_not_honoured(environ: Mapping[str, str]) -> None:
     dynamo = environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     if dynamo.upper() != "NO":
-        raise ConfigError(f"dynamo_backend: {dynamo} in the Accelerate file isn't supported; remove dynamo_config")
+        raise ConfigError(
+            f"dynamo_backend: {dynamo} in the Accelerate file isn't supported; remove dynamo_config"
+        )
     if _flag(environ, "ACCELERATE_USE_MEGATRON_LM"):
         raise ConfigError("distributed_type: MEGATRON_LM isn't supported; use MULTI_GPU, FSDP or DEEPSPEED")
     for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
@@ -138,10 +142,14 @@ def _read_fsdp2(environ: Mapping[str, str], precision: MixedPrecision) -> FSDP2S
     for variable, (name, allowed) in refused.items():
         value = environ.get(variable, allowed[0])
         if value not in allowed:
-            raise ConfigError(f"{name}: {value} in the Accelerate file isn't supported under FSDP2; remove it")
+            raise ConfigError(
+                f"{name}: {value} in the Accelerate file isn't supported under FSDP2; remove it"
+            )
     state_dict_type = environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT").upper()
     if state_dict_type not in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        raise ConfigError(f"fsdp_state_dict_type: {state_dict_type}; use SHARDED_STATE_DICT or FULL_STATE_DICT")
+        raise ConfigError(
+            f"fsdp_state_dict_type: {state_dict_type}; use SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     return FSDP2Settings(
         mixed_precision=precision,
         reshard_after_forward=reshard == "true",
@@ -188,7 +196,7 @@ def _read_zero(environ: Mapping[str, str], precision: MixedPrecision) -> ZeROSet
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage: {stage} in the DeepSpeed config; use 1, 2 or 3")
-    for key, value in (("train_micro_batch_size_per_gpu", 0), ("train_batch_size", 0)):
+    for key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
         if config.get(key, "auto") != "auto":
             raise ConfigError(
                 f"{key}: {config[key]} in the DeepSpeed config; write auto: the batch comes from "
@@ -312,9 +320,13 @@ def _check_against_file(launcher: Sequence[str], settings: EngineSettings, world
     if defaults is None:
         return
     distributed_type = str(getattr(defaults.distributed_type, "value", defaults.distributed_type))
-    asked = {"FSDP": "fsdp", "DEEPSPEED": "zero", "MULTI_GPU": "ddp", "NO": "ddp", "MULTI_CPU": "ddp"}.get(distributed_type)
+    asked = {"FSDP": "fsdp", "DEEPSPEED": "zero", "MULTI_GPU": "ddp", "NO": "ddp", "MULTI_CPU": "ddp"}.get(
+        distributed_type
+    )
     if asked is None:
-        raise ConfigError(f"distributed_type: {distributed_type} isn't supported; use MULTI_GPU, FSDP or DEEPSPEED")
+        raise ConfigError(
+            f"distributed_type: {distributed_type} isn't supported; use MULTI_GPU, FSDP or DEEPSPEED"
+        )
     overridden = arguments.use_fsdp or arguments.use_deepspeed or arguments.multi_gpu
     if not overridden and not settings.name.startswith(asked):
         raise ConfigError(
@@ -362,7 +374,10 @@ def start_process_group(launch: Launch, *, on_gpu: bool) -> None:
         prepare_deepspeed(on_gpu=on_gpu)
     if dist.is_initialized():
         return
-    options: dict[str, Any] = {"backend": "cuda:nccl,cpu:gloo" if on_gpu else "gloo", "timeout": timedelta(minutes=30)}
+    options: dict[str, Any] = {
+        "backend": "cuda:nccl,cpu:gloo" if on_gpu else "gloo",
+        "timeout": timedelta(minutes=30),
+    }
     if on_gpu:
         torch.cuda.set_device(launch.local_rank)
     if launch.world_size == 1:
@@ -380,7 +395,9 @@ def prepare_deepspeed(*, on_gpu: bool) -> None:
     import importlib.util
 
     if importlib.util.find_spec("deepspeed") is None:
-        raise MissingDependencyError("distributed_type: DEEPSPEED needs DeepSpeed: pip install 'hfpar[deepspeed]'")
+        raise MissingDependencyError(
+            "distributed_type: DEEPSPEED needs DeepSpeed: pip install 'hfpar[deepspeed]'"
+        )
     if not on_gpu and "deepspeed" not in sys.modules:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it

@@ -106,7 +106,9 @@ def attention_forward(
         The output, [B, S, H, Dv], and no attention weights.
     """
     if kwargs.get("position_bias") is not None:
-        raise ConfigError(f"{type(module).__name__} uses a position bias, which hfpar's attention doesn't have")
+        raise ConfigError(
+            f"{type(module).__name__} uses a position bias, which hfpar's attention doesn't have"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scaling, sliding_window, softcap, s_aux, dropout)
     if document_lengths is not None and cu_seq_lens_q is not None:

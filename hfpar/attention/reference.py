@@ -12,7 +12,9 @@ def repeat_kv(states: Tensor, num_query_heads: int) -> Tensor:
     return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
 
-def causal_mask(query_length: int, key_length: int, sliding_window: int | None, device: torch.device) -> Tensor:
+def causal_mask(
+    query_length: int, key_length: int, sliding_window: int | None, device: torch.device
+) -> Tensor:
     """True where a query may look, [Sq, Sk]; the last query stands at the last key."""
     query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
     key = torch.arange(key_length, device=device)[None, :]

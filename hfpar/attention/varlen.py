@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,9 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores
     return torch.cat(outputs, dim=1)
 
 
-def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
+def flash_attention_2(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores
+) -> Tensor:
     """flash-attn's varlen function: all documents in one call."""
     from flash_attn import flash_attn_varlen_func
 
@@ -117,7 +120,7 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if scores.sliding_window is None else (scores.sliding_window - 1, 0)
-    output = varlen_attn(
+    output: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),  # [1, H, T, D] -> [T, H, D]
         key[0].transpose(0, 1).contiguous(),
         value[0].transpose(0, 1).contiguous(),

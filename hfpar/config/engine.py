@@ -72,7 +72,7 @@ EngineSettings = DDPSettings | FSDP2Settings | ZeROSettings
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchDefaults:
-    """Training settings that an Accelerate or DeepSpeed file may carry; a flag that contradicts one is an error."""
+    """What an Accelerate or DeepSpeed file may say of training. A flag that contradicts one is an error."""
 
     gradient_accumulation_steps: int | None = None
     max_grad_norm: float | None = None

@@ -93,7 +93,7 @@ class Engine(ABC):
         """Around evaluation: no gradients."""
         return torch.no_grad()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most engines have nothing to release
         """Release what outlives the object."""
 
 

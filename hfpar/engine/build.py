@@ -42,7 +42,9 @@ def build_engine(
     """
     if isinstance(settings, FSDP2Settings):
         offload = settings.offload_params or device.type == "cpu"
-        fill = partial(fill_from_checkpoint, folder=checkpoint_folder, device=torch.device("cpu") if offload else device)
+        fill = partial(
+            fill_from_checkpoint, folder=checkpoint_folder, device=torch.device("cpu") if offload else device
+        )
         return FSDP2Engine(module, make_optimizer, settings, layout, device, fill)
     if isinstance(settings, ZeROSettings):
         return ZeROEngine(

@@ -89,7 +89,9 @@ class FSDP2Engine(Engine):
     def save_state(self, folder: Path) -> None:
         """See `Engine`."""
         sharded = self.settings.state_dict_type == "SHARDED_STATE_DICT"
-        state.save(self.module, self.optimizer, folder, sharded=sharded, layout=self.layout, scaler=self.scaler)
+        state.save(
+            self.module, self.optimizer, folder, sharded=sharded, layout=self.layout, scaler=self.scaler
+        )
 
     def load_state(self, folder: Path) -> None:
         """See `Engine`."""
@@ -133,7 +135,8 @@ def layers_to_wrap(module: nn.Module, class_names: tuple[str, ...] | None) -> li
         if missing:
             has = sorted({type(m).__name__ for m in module.modules() if type(m).__name__.endswith("Layer")})
             raise ConfigError(
-                f"fsdp_transformer_layer_cls_to_wrap: {', '.join(sorted(missing))} isn't in this model; it has {', '.join(has)}"
+                f"fsdp_transformer_layer_cls_to_wrap: {', '.join(sorted(missing))} isn't in this model; "
+                f"it has {', '.join(has)}"
             )
     return layers
 
@@ -158,4 +161,5 @@ def _whole(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if tensor.to_local().device.type != device.type:
         tensor = tensor.to(device)
-    return tensor.full_tensor()
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return whole

@@ -57,7 +57,9 @@ def load(
         state = {"module": weights, "optimizer": optimizer_state, "scaler": scaler.state_dict()}
         dcp.load(state, checkpoint_id=str(folder / _SHARDED), process_group=layout.batch_group)
     else:
-        raise ConfigError(f"resume: {folder} was written by another engine; resume with the engine that wrote it")
+        raise ConfigError(
+            f"resume: {folder} was written by another engine; resume with the engine that wrote it"
+        )
     set_state_dict(
         module,
         optimizer,

@@ -79,7 +79,11 @@ class ZeROEngine(Engine):
         )
         base_optimizer = make_optimizer(trainable(module))
         self.wrapped, _, _, _ = deepspeed.initialize(
-            model=module, optimizer=base_optimizer, config=config, mpu=BatchGroupMPU(layout), dist_init_required=False
+            model=module,
+            optimizer=base_optimizer,
+            config=config,
+            mpu=BatchGroupMPU(layout),
+            dist_init_required=False,
         )
         # The schedule works on the optimizer whose parameter groups DeepSpeed shares.
         self.optimizer = base_optimizer
@@ -130,7 +134,9 @@ class ZeROEngine(Engine):
     def load_state(self, folder: Path) -> None:
         """See `Engine`."""
         if not (folder / "zero").is_dir():
-            raise ConfigError(f"resume: {folder} wasn't written by {self.name}; resume with the engine that wrote it")
+            raise ConfigError(
+                f"resume: {folder} wasn't written by {self.name}; resume with the engine that wrote it"
+            )
         path, _ = self.wrapped.load_checkpoint(str(folder), tag="zero", load_module_strict=False)
         if path is None:
             raise ConfigError(f"resume: DeepSpeed found no checkpoint in {folder}")
@@ -145,8 +151,8 @@ def _full_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def _hidden_size(module: nn.Module) -> int:
-    config = getattr(module, "config", None)
-    return int(config.get_text_config().hidden_size) if hasattr(config, "get_text_config") else 1024
+    config: Any = module.config
+    return int(config.get_text_config().hidden_size)
 
 
 def complete_config(

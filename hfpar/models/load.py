@@ -35,14 +35,13 @@ def resolve_folder(model_name_or_path: str) -> Path:
             f"model_name_or_path: {model_name_or_path} is no folder, and no hub id (owner/name)"
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    from requests import RequestException
+    from huggingface_hub.errors import RevisionResolutionError
 
     try:
         return Path(
             snapshot_download(model_name_or_path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx"])
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, RequestException, OSError) as error:
+    except (OSError, ValueError, RevisionResolutionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"model_name_or_path: {model_name_or_path} is no folder here, and the hub didn't give it: {reason}"
@@ -274,7 +273,8 @@ class _Checkpoint:
         rows = self._open(self.where[key]).get_slice(key)
         if tuple(rows.get_shape()) != tuple(like.shape):
             raise ConfigError(
-                f"model_name_or_path: {key} is {tuple(rows.get_shape())} in {self.folder}, {tuple(like.shape)} in the model"
+                f"model_name_or_path: {key} is {tuple(rows.get_shape())} in {self.folder}, but "
+                f"{tuple(like.shape)} in the model"
             )
         if not isinstance(like, DTensor):
             return rows[:].to(device=device, dtype=like.dtype)

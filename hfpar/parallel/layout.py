@@ -36,7 +36,8 @@ class Layout:
         model_ranks = self.pp_size * self.cp_size * self.sp_size * self.tp_size
         if self.world_size % model_ranks:
             raise ConfigError(
-                f"pp_size x cp_size x sp_size x tp_size = {model_ranks} doesn't divide the {self.world_size} processes"
+                f"pp_size x cp_size x sp_size x tp_size = {model_ranks} doesn't divide the {self.world_size} "
+                "processes"
             )
 
     @property
@@ -89,6 +90,7 @@ class Layout:
     def batch_group(self) -> dist.ProcessGroup:
         """All ranks that hold the same weights."""
         if self.batch_size == self.world_size:
+            assert dist.group.WORLD is not None, "no process group yet"
             return dist.group.WORLD
         return self.batch_mesh.get_group()
 

@@ -112,12 +112,16 @@ class RunFolder:
         if all(child.name == ".lock" for child in self.path.iterdir()):
             return
         if not (self.path / CONFIG_FILE).is_file():
-            raise ConfigError(f"output_dir: {self.path} isn't empty and isn't a run of hfpar; use another --output_dir")
+            raise ConfigError(
+                f"output_dir: {self.path} isn't empty and isn't a run of hfpar; use another --output_dir"
+            )
         differing = difference(self.path / CONFIG_FILE, self.config)
         if self.config.resume:
             fixed = [line for line in differing if line.split(":")[0] not in FREE_TO_CHANGE]
             if fixed:
-                raise ConfigError(f"resume: {self.path} was started with {fixed[0]}; resume with the settings it has")
+                raise ConfigError(
+                    f"resume: {self.path} was started with {fixed[0]}; resume with the settings it has"
+                )
         elif not self.config.overwrite:
             kind = f" with other settings ({differing[0]})" if differing else ""
             raise ConfigError(
@@ -224,7 +228,9 @@ def load_checkpoint(engine: Engine, folder: Path, layout: Layout, *, global_batc
     """
     state = TrainerState(**json.loads((folder / STATE_FILE).read_text()))
     if state.engine != engine.name and not {state.engine, engine.name} <= {"ddp", "fsdp2"}:
-        raise ConfigError(f"resume: {folder} was written by {state.engine}, this run is {engine.name}; use that engine")
+        raise ConfigError(
+            f"resume: {folder} was written by {state.engine}, this run is {engine.name}; use that engine"
+        )
     if state.global_batch != global_batch:
         raise ConfigError(
             f"resume: {folder} took {state.global_batch} samples or packs a step, this run {global_batch}; "

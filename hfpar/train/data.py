@@ -57,7 +57,9 @@ def read_data(config: SFTConfig, tokenizer: Any, layout: Layout, *, max_position
     return RunData(samples, report, eval_samples)
 
 
-def make_loader(config: SFTConfig, samples: Sequence[Sample], layout: Layout, *, pad_token_id: int) -> StepLoader:
+def make_loader(
+    config: SFTConfig, samples: Sequence[Sample], layout: Layout, *, pad_token_id: int
+) -> StepLoader:
     """The order in which this rank sees the samples."""
     assert config.gradient_accumulation_steps is not None
     return StepLoader(
@@ -87,4 +89,7 @@ def eval_batches(samples: Sequence[Sample], config: SFTConfig, layout: Layout) -
         batches = [by_length[start : start + size] for start in range(0, len(by_length), size)]
     num_rounds = -(-len(batches) // layout.dp_size)
     batches += [[]] * (num_rounds * layout.dp_size - len(batches))
-    return [build_stream([samples[index] for index in batch]) for batch in batches[layout.dp_rank :: layout.dp_size]]
+    return [
+        build_stream([samples[index] for index in batch])
+        for batch in batches[layout.dp_rank :: layout.dp_size]
+    ]

@@ -36,7 +36,9 @@ class Schedule:
     @classmethod
     def of(cls, config: SFTConfig, *, steps_per_epoch: int, layout: Layout) -> Schedule:
         """From `max_steps`, or else `num_train_epochs`."""
-        total = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
+        total = (
+            config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
+        )
         per_rank = (config.per_device_train_batch_size or 1) * (config.gradient_accumulation_steps or 1)
         return cls(total, steps_per_epoch, per_rank * layout.dp_size)
 
@@ -141,7 +143,11 @@ class Trainer:
         if last or (config.save_steps and step % config.save_steps == 0):
             with window.paused():
                 save_checkpoint(
-                    self.engine, self.position, self.output_dir, self.layout, save_total_limit=config.save_total_limit
+                    self.engine,
+                    self.position,
+                    self.output_dir,
+                    self.layout,
+                    save_total_limit=config.save_total_limit,
                 )
 
     def _metrics(self, window: LogWindow, grad_norm: float, learning_rate: float) -> StepMetrics:

@@ -72,7 +72,9 @@ def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings
         attn_implementation=interface.interface_name(config.attn_implementation),
         trust_remote_code=config.trust_remote_code,
     )
-    if config.gradient_checkpointing or (isinstance(settings, FSDP2Settings) and settings.activation_checkpointing):
+    if config.gradient_checkpointing or (
+        isinstance(settings, FSDP2Settings) and settings.activation_checkpointing
+    ):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora_r:
         model = adapters.add_lora(

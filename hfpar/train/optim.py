@@ -24,13 +24,17 @@ def check_optimizer(config: SFTConfig, settings: EngineSettings, device: torch.d
     """
     eight_bit = "8bit" in config.optim or "paged" in config.optim
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingDependencyError(f"optim: {config.optim} needs bitsandbytes: pip install 'hfpar[quantization]'")
+        raise MissingDependencyError(
+            f"optim: {config.optim} needs bitsandbytes: pip install 'hfpar[quantization]'"
+        )
     if eight_bit and isinstance(settings, FSDP2Settings):
         raise ConfigError(
             f"optim: {config.optim} can't update FSDP2's sharded parameters; use adamw_torch, or DDP or ZeRO"
         )
     if config.optim == "adafactor" and isinstance(settings, FSDP2Settings | ZeROSettings):
-        raise ConfigError(f"optim: adafactor needs whole matrices, which {settings.name} cuts; use adamw_torch, or DDP")
+        raise ConfigError(
+            f"optim: adafactor needs whole matrices, which {settings.name} cuts; use adamw_torch, or DDP"
+        )
     if config.optim.startswith("paged") and device.type != "cuda":
         raise ConfigError(f"optim: {config.optim} needs a GPU; use adamw_bnb_8bit or adamw_torch")
 
@@ -49,7 +53,7 @@ def make_optimizer(parameters: list[tuple[str, nn.Parameter]], config: SFTConfig
         {"params": rest, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    adam = {
+    adam: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,

@@ -60,7 +60,9 @@ def _leave(exit_code: int) -> int:
 
 def _lost_a_rank(error: RuntimeError) -> bool:
     text = str(error)
-    return any(mark in text for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    return any(
+        mark in text for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    )
 
 
 # The config
@@ -76,7 +78,9 @@ def parse_config(argv: list[str], demo_config: Path) -> SFTConfig:
     if config.model_name_or_path is None and config.dataset is None:
         return parse_sft_config(["--config", str(demo_config), *argv])
     if config.model_name_or_path is None:
-        raise ConfigError("model_name_or_path: missing; name the folder or hub id of the model to train on your data")
+        raise ConfigError(
+            "model_name_or_path: missing; name the folder or hub id of the model to train on your data"
+        )
     if config.dataset is None:
         raise ConfigError("dataset: missing; name the file or hub id to train on")
     return config
@@ -92,7 +96,9 @@ def settle(config: SFTConfig, defaults: LaunchDefaults) -> SFTConfig:
     for name, fallback in (("gradient_accumulation_steps", 1), ("max_grad_norm", 1.0)):
         flag, file = getattr(config, name), getattr(defaults, name)
         if flag is not None and file is not None and flag != file:
-            raise ConfigError(f"{name}: {flag} contradicts {file} in the Accelerate or DeepSpeed file; keep one")
+            raise ConfigError(
+                f"{name}: {flag} contradicts {file} in the Accelerate or DeepSpeed file; keep one"
+            )
         chosen[name] = flag if flag is not None else file if file is not None else fallback
     if config.max_tokens_per_batch is None and config.per_device_train_batch_size is None:
         chosen["per_device_train_batch_size"] = 8
@@ -125,7 +131,9 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     from hfpar.train.quiet import quiet_libraries
 
     quiet_libraries(launch.is_main)
-    accelerator = accelerate_launch.start(launch, report_to=trackers.names(config), project_dir=config.output_dir)
+    accelerator = accelerate_launch.start(
+        launch, report_to=trackers.names(config), project_dir=config.output_dir
+    )
     device = accelerate_launch.device_of(accelerator)
     layout = Layout(rank=launch.rank, world_size=launch.world_size)
     torch.manual_seed(config.seed)
@@ -180,5 +188,3 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     folder.release()
     engine.close()
     accelerator.end_training()  # closes the trackers and the process group
-
-

@@ -11,8 +11,8 @@ from hfpar.engine.base import Engine
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import TrainerState
 from hfpar.train.data import RunData
-from hfpar.train.loss import unwrap_peft
 from hfpar.train.loop import Schedule, peak_memory_bytes
+from hfpar.train.loss import unwrap_peft
 from hfpar.train.progress import format_bytes, format_count, print_summary
 
 
@@ -41,11 +41,17 @@ def show(
         batches = f"{config.per_device_train_batch_size} samples"
     devices = f"{layout.world_size} x {engine.device.type}"
     rows = [
-        ("engine", f"{engine.name} on {devices}, layout {layout.name}, mixed precision {launch.settings.mixed_precision}"),
+        (
+            "engine",
+            f"{engine.name} on {devices}, layout {layout.name}, mixed precision {launch.settings.mixed_precision}",
+        ),
         ("model", f"{config.model_name_or_path} ({type(_base(engine)).__name__}, {config.dtype})"),
         ("parameters", f"{format_count(num_trained)} trained of {format_count(num_all)}"),
         ("data", f"{report.num_samples} samples (dropped: {dropped}), {len(run_data.eval_samples)} held out"),
-        ("tokens", f"{format_count(report.num_tokens)}, of them {format_count(report.num_label_tokens)} labels"),
+        (
+            "tokens",
+            f"{format_count(report.num_tokens)}, of them {format_count(report.num_label_tokens)} labels",
+        ),
         ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} ranks"),
         ("padding removed", f"{100 * loader.padding_saved:.0f} % of a padded layout's tokens"),
         ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} an epoch), from {position.step}"),

@@ -46,7 +46,10 @@ def start(accelerator: Accelerator, config: SFTConfig) -> Callable[[dict[str, fl
     """
     if not accelerator.log_with:
         return None
-    plain = {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in asdict(config).items()}
+    plain = {
+        key: value if isinstance(value, int | float | str | bool) else str(value)
+        for key, value in asdict(config).items()
+    }
     options = {"wandb": {"name": config.run_name}} if config.run_name else {}
     try:
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
