@@ -37,7 +37,7 @@ def build_tiny_model(
     num_hidden_layers: int = 3,
     num_attention_heads: int = 4,
     num_key_value_heads: int = 2,
-    vocab_size: int = 640,
+    vocab_size: int = 896,
     max_position_embeddings: int = 2048,
     initializer_range: float = 0.06,
 ) -> None:
@@ -89,13 +89,20 @@ def build_tiny_model(
 
 
 def _build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on demo conversations; every digit is a token of its own."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Train a byte-level BPE on demo conversations.
+
+    Digits are cut into groups of two, as larger models cut them into groups of three: with a token for each
+    number of the demo's size, this small a model learns its sums several times faster than digit by digit.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r" ?\d{1,2}"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -105,7 +112,9 @@ def _build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     messages = [m for row in generate_conversations(2000, 0, "train") for m in row["messages"]]
-    core.train_from_iterator([f"{m['role']}\n{m['content']}" for m in messages], trainer)
+    corpus = [f"{message['role']}\n{message['content']}" for message in messages]
+    corpus += [f"{number} {number}" for number in range(100)] * 100  # or rare numbers would stay in pieces
+    core.train_from_iterator(corpus, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=_END_OF_TURN,

@@ -83,7 +83,9 @@ def test_tokenizer(folder: Path) -> None:
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert generation.eos_token_id == config.eos_token_id == tokenizer.eos_token_id
     assert generation.pad_token_id == config.pad_token_id == tokenizer.pad_token_id
-    assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    assert tokenizer.tokenize("20 + 12 = 32") == ["20", "Ġ+", "Ġ12", "Ġ=", "Ġ32"]
+    assert "".join(tokenizer.tokenize("123456789")) == "123456789"
+    assert max(len(token) for token in tokenizer.tokenize("123456789")) == 2
     text = "Zoë's 12 apples:\n\t→ 日本 <b> 😀  end "
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
