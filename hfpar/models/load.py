@@ -30,9 +30,9 @@ def resolve_folder(model_name_or_path: str) -> Path:
         return folder
     if folder.is_dir():
         raise ConfigError(f"model_name_or_path: {folder} has no config.json")
-    if folder.is_absolute() or model_name_or_path.startswith(".") or model_name_or_path.count("/") != 1:
+    if folder.is_absolute() or model_name_or_path.startswith(".") or model_name_or_path.count("/") > 1:
         raise ConfigError(
-            f"model_name_or_path: {model_name_or_path} is no folder, and no hub id (owner/name)"
+            f"model_name_or_path: {model_name_or_path} is neither a folder nor a hub id"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RevisionResolutionError
