@@ -134,6 +134,14 @@ def test_work_of_ranks_is_similar_in_every_step(accumulation: int, mode: dict[st
         assert max(work) <= 1.15 * sum(work) / 4
 
 
+def test_packs_come_in_random_order() -> None:
+    # Packing goes from the longest sample to the shortest; training must not.
+    lengths = random_lengths(400)
+    longest = [max(lengths[index] for index in step) for step in step_samples(plan(lengths, max_tokens=64))]
+    half = len(longest) // 2
+    assert abs(sum(longest[:half]) - sum(longest[half : 2 * half])) < 0.2 * sum(longest)
+
+
 def test_exactly_one_size_must_be_set() -> None:
     for mode in ({}, {"batch_size": 2, "max_tokens": 64}):
         with pytest.raises(ValueError, match="exactly one"):
