@@ -145,7 +145,7 @@ def test_scaling_defaults_to_the_head_size():
     given, _ = interface.attention_forward(
         module, query, key, value, None, scaling=1 / math.sqrt(8), **arguments
     )
-    assert torch.equal(default, given)
+    torch.testing.assert_close(default, given)
 
 
 def test_generation_with_padding_equals_transformers_own():
