@@ -134,6 +134,6 @@ def _report(
     console.print(f"\nModel, tokenizer, checkpoint   {output_dir}", soft_wrap=True)
     console.print(f"Loss curve                     {output_dir / 'loss.png'}", soft_wrap=True)
     console.print(
-        f"Figures, settings              {output_dir / METRICS_FILE}, {output_dir / 'run_config.yaml'}"
+        f"Figures of every step          {output_dir / METRICS_FILE}", soft_wrap=True
     )
     console.print(f"Untrained model, data          {assets}", soft_wrap=True)
