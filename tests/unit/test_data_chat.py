@@ -216,8 +216,8 @@ def test_trimmed_white_space_before_a_turn_is_not_labelled(tokenizer: PreTrained
         "{% if add_generation_prompt %}assistant:  {% endif %}"
     )
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    row = {"messages": [USER, {"role": "assistant", "content": "7"}]}
-    assert labelled(one(row, tokenizer), tokenizer) == ["7<|im_end|>"]
+    row = {"messages": [USER, {"role": "assistant", "content": "<|im_start|>7"}]}
+    assert labelled(one(row, tokenizer), tokenizer) == ["<|im_start|>7<|im_end|>"]
 
 
 class WithoutOffsets:

@@ -68,8 +68,8 @@ def test_extract_answer(text: str, answer: str | None) -> None:
 def test_more_problems_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, values in {"_NAMES": ["Ada", "Ben"], "_THINGS": ["pens"]}.items():
         monkeypatch.setattr(word_problems, name, values)
-    with pytest.raises(ValueError, match=r"only \d+ of 100000 distinct eval problems"):
-        generate_conversations(100_000, 0, "eval")
+    with pytest.raises(ValueError, match=r"only \d+ of 1000 distinct eval problems"):
+        generate_conversations(1000, 0, "eval")
 
 
 def test_files_appear_whole(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from hfpar.data.chat import tokenize_rows
 from hfpar.data.stream import pad_batch, shift_labels
 from hfpar.data.word_problems import generate_conversations
 from hfpar.models.tiny import build_tiny_model
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """So small a model only gets slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +105,7 @@ def test_tokenizer(folder: Path) -> None:
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_few_steps_lower_the_held_out_loss(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
