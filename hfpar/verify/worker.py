@@ -1,0 +1,196 @@
+"""What the processes of `hfpar verify` do: build each cell as training does, step, and compare."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfpar.accelerator import prepare_deepspeed
+from hfpar.attention import interface
+from hfpar.config.engine import DDPSettings, EngineSettings, FSDP2Settings, ZeROSettings
+from hfpar.data.stream import Sample, TokenStream, build_stream, pad_batch, unpad_batch
+from hfpar.engine.base import Engine
+from hfpar.engine.build import build_engine
+from hfpar.models.adapters import add_lora
+from hfpar.models.load import load_model, load_model_config, resolve_folder
+from hfpar.parallel.layout import Layout
+from hfpar.train import loss
+from hfpar.train.step import train_step
+from hfpar.verify.cells import Cell, Errors
+from hfpar.verify.compare import compare_gradients, compare_parameters, relative, worst_of
+from hfpar.verify.documents import GRADIENT_ACCUMULATION_STEPS, Document, deal, make_windows
+from hfpar.verify.processes import Worker
+from hfpar.verify.reference import (
+    LORA,
+    MAX_GRAD_NORM,
+    build_checkpoint,
+    draw_adapter_state,
+    make_optimizer,
+    run_reference,
+    set_parameters,
+)
+
+
+def prepare_references(
+    worker: Worker, model_name_or_path: str | None, adapters: Sequence[str], folder: Path
+) -> None:
+    """Write the shrunk checkpoint, the adapters' values and what one plain process makes of them.
+
+    Args:
+        worker: a process of its own.
+        model_name_or_path: whose config is shrunk; None: the tiny model's.
+        adapters: `full`, `lora`.
+        folder: where to.
+    """
+    checkpoint = folder / "checkpoint"
+    build_checkpoint(load_model_config(_model_folder(model_name_or_path, folder)), checkpoint)
+    windows = make_windows(load_model_config(checkpoint).vocab_size)
+    device = torch.device(worker.device_type)
+    for adapter in adapters:
+        worker.send(adapter)
+        state = draw_adapter_state(checkpoint) if adapter == "lora" else None
+        if state is not None:
+            torch.save(state, folder / "adapter_state.pt")
+        torch.save(run_reference(checkpoint, windows, state, device), folder / f"reference_{adapter}.pt")
+
+
+def _model_folder(model_name_or_path: str | None, folder: Path) -> Path:
+    if model_name_or_path is not None:
+        return resolve_folder(model_name_or_path)
+    from hfpar.models.tiny import build_tiny_model
+
+    tiny = folder / "tiny"
+    build_tiny_model(tiny)
+    return tiny
+
+
+def run_cells(worker: Worker, cells: Sequence[tuple[int, Cell]], folder: Path) -> None:
+    """Run cells of one world size, one after another; sends ("start", number) and ("result", number, errors).
+
+    Args:
+        worker: one rank.
+        cells: with their numbers.
+        folder: where `prepare_references` has been.
+    """
+    warnings.simplefilter("ignore")
+    if any(cell.engine.startswith("zero") for _, cell in cells):
+        prepare_deepspeed(on_gpu=worker.device_type == "cuda")
+    worker.join_group()
+    interface.register()
+    for number, cell in cells:
+        worker.send(("start", number))
+        worker.send(("result", number, run_cell(worker, cell, folder)))
+
+
+def run_cell(worker: Worker, cell: Cell, folder: Path) -> Errors:
+    """One row of the table, as this rank sees it."""
+    reference = torch.load(folder / f"reference_{cell.adapter}.pt", weights_only=True)
+    layout = Layout(rank=worker.rank, world_size=worker.world_size)
+    device = torch.device(f"cuda:{worker.rank}" if worker.device_type == "cuda" else "cpu")
+    checkpoint = folder / "checkpoint"
+    windows = deal(make_windows(load_model_config(checkpoint).vocab_size), layout.dp_size)
+    engine = build_cell_engine(cell, checkpoint, folder, layout, device, set(reference["decayed"]))
+    try:
+        errors = Errors()
+        before = reference["initial"]
+        for window, step in zip(windows, reference["steps"], strict=True):
+            mine = [ranks[layout.dp_rank] for ranks in window]
+            streams = [make_stream(documents, cell.batching) for documents in mine]
+            errors = errors.merge(_step_and_compare(engine, streams, layout, step, before))
+            before = step["parameters"]
+        return errors
+    finally:
+        engine.close()
+
+
+def engine_settings(name: str) -> EngineSettings:
+    """The settings of an engine in fp32; ZeRO's with sizes that fit the model, as Accelerate fills them in."""
+    if name == "ddp":
+        return DDPSettings()
+    if name == "fsdp2":
+        return FSDP2Settings()
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    stage = int(name.removeprefix("zero"))
+    return ZeROSettings(
+        deepspeed_config={"zero_optimization": {"stage": stage, **dict.fromkeys(sizes, "auto")}}
+    )
+
+
+def build_cell_engine(
+    cell: Cell, checkpoint: Path, folder: Path, layout: Layout, device: torch.device, decayed: set[str]
+) -> Engine:
+    """Load, patch and wrap the model as training does."""
+    settings = engine_settings(cell.engine)
+    model = load_model(
+        checkpoint,
+        load_model_config(checkpoint),
+        settings=settings,
+        dtype=torch.float32,
+        attn_implementation=interface.interface_name("auto"),
+    )
+    loss.install(model)
+    if cell.adapter == "lora":
+        model = add_lora(
+            model,
+            r=LORA["r"],
+            alpha=LORA["lora_alpha"],
+            dropout=LORA["lora_dropout"],
+            target_modules=LORA["target_modules"],
+            modules_to_save=None,
+            seed=0,
+        )
+        set_parameters(model, torch.load(folder / "adapter_state.pt", weights_only=True))
+    model.train()
+    return build_engine(
+        settings,
+        model,
+        lambda parameters: make_optimizer(parameters, decayed),
+        layout,
+        device,
+        checkpoint_folder=checkpoint,
+        gradient_accumulation_steps=GRADIENT_ACCUMULATION_STEPS,
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+
+
+def make_stream(documents: Sequence[Document], batching: str) -> TokenStream:
+    """A rank's micro-batch by one of the two ways that training has."""
+    samples = [Sample(document.tokens, document.labels) for document in documents]
+    return build_stream(samples) if batching == "packed" else unpad_batch(pad_batch(samples, pad_token_id=0))
+
+
+def _step_and_compare(
+    engine: Engine,
+    streams: Sequence[TokenStream],
+    layout: Layout,
+    expected: dict[str, Any],
+    before: dict[str, Tensor],
+) -> Errors:
+    """The step that training makes, with a look at the gradients between backward and update."""
+    gradient_errors: dict[str, float] = {}
+    step = engine.step
+
+    def compare_and_step(max_grad_norm: float | None) -> float:
+        gradient_errors.update(compare_gradients(engine.gradients(), expected["gradients"]))
+        return step(max_grad_norm)
+
+    engine.step = compare_and_step  # type: ignore[method-assign]
+    try:
+        result = train_step(engine, streams, layout, MAX_GRAD_NORM)
+    finally:
+        engine.step = step  # type: ignore[method-assign]
+    parameter_errors = compare_parameters(engine.parameters(), expected["parameters"], before)
+    worst_gradient, gradient = worst_of(gradient_errors)
+    worst_parameter, parameter = worst_of(parameter_errors)
+    return Errors(
+        loss=relative(result.loss, expected["loss"]),
+        grad_norm=relative(result.grad_norm, expected["grad_norm"]),
+        gradient=gradient,
+        parameter=parameter,
+        worst=worst_gradient if gradient >= parameter else worst_parameter,
+    )

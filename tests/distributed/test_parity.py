@@ -1,0 +1,229 @@
+"""Every engine and layout against one plain process; and each deliberate error makes a cell fail."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hfpar.attention import interface
+from hfpar.data.stream import shift_labels
+from hfpar.engine import clip, ddp, fsdp2
+from hfpar.engine.ddp import DDPEngine
+from hfpar.parallel.layout import Layout
+from hfpar.train import step
+from hfpar.verify import worker as verify_worker
+from hfpar.verify.cells import ADAPTERS, BATCHINGS, ENGINES, Cell, make_cells
+from hfpar.verify.processes import Worker
+from hfpar.verify.run import verify
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Qwen2: biases, and nothing else that the tiny Qwen3 has not; 4 layers of it, tied."""
+    from transformers import Qwen2Config
+
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        hidden_size=896, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def run(cells: list[Cell], folder: Path, model: str, **options) -> list:
+    return verify(cells, folder, model_name_or_path=model, device="cpu", **options)
+
+
+def test_every_engine_adapter_and_batching(tmp_path, model):
+    cells = make_cells(",".join(ENGINES), "dp2", ",".join(ADAPTERS), ",".join(BATCHINGS))
+    results = run(cells, tmp_path, model)
+    assert [result.cell for result in results] == cells
+    assert len(cells) == 20
+    for result in results:
+        assert result.status == "pass", (result.cell, result.reason, result.errors, result.details)
+        assert 0 < result.errors.gradient < 1e-5
+
+
+def test_three_and_four_ranks(tmp_path, model):
+    cells = [
+        *make_cells("ddp,zero3,fsdp2", "dp3", "full", "packed"),
+        *make_cells("ddp,zero2,fsdp2", "dp4", "full", "packed"),
+    ]
+    for result in run(cells, tmp_path, model):
+        assert result.status == "pass", (result.cell, result.reason, result.errors, result.details)
+
+
+# Deliberate errors, each put into the processes around one cell.
+
+
+def scale_one_ranks_loss(patch, rank):
+    forward = DDPEngine.forward
+    factor = 1.001 if rank == 1 else 1.0
+    patch.setattr(DDPEngine, "forward", lambda self, **inputs: forward(self, **inputs) * factor)
+
+
+def average_without_the_group_size(patch, rank):
+    patch.setattr(Layout, "batch_size", property(lambda self: 1))
+
+
+def count_only_own_labels(patch, rank):
+    def own_counts(streams, layout, device):
+        return step.Counts(1, max(sum(stream.num_label_tokens for stream in streams), 1))
+
+    patch.setattr(step, "global_counts", own_counts)
+
+
+def drop_one_gradient_reduction(patch, rank):
+    """The first parameter keeps the gradient that this rank alone has computed."""
+    backward = DDPEngine.backward
+
+    def backward_then_restore(self, loss, *, last_micro_batch):
+        parameter = next(p for p in self.module.parameters() if p.requires_grad)
+        before = None if parameter.grad is None else parameter.grad.clone()
+        own = []
+        handle = parameter.register_hook(lambda gradient: own.append(gradient.clone()))
+        backward(self, loss, last_micro_batch=last_micro_batch)
+        handle.remove()
+        if last_micro_batch:
+            parameter.grad.copy_(sum(own) if before is None else sum(own) + before)
+
+    patch.setattr(DDPEngine, "backward", backward_then_restore)
+
+
+def drop_the_norms_reduction(patch, rank):
+    patch.setattr(fsdp2, "global_grad_norm", lambda gradients, group: clip.global_grad_norm(gradients, None))
+
+
+def shift_labels_twice(patch, rank):
+    make_stream = verify_worker.make_stream
+
+    def shifted(documents, batching):
+        stream = make_stream(documents, batching)
+        return replace(stream, labels=shift_labels(stream.labels))
+
+    patch.setattr(verify_worker, "make_stream", shifted)
+
+
+def let_documents_leak(patch, rank):
+    def one_document(cu_seqlens):
+        return interface.stream_arguments(cu_seqlens[[0, -1]])
+
+    patch.setattr(step, "stream_arguments", one_document)
+
+
+def double_the_positions(patch, rank):
+    make_stream = verify_worker.make_stream
+
+    def counted(documents, batching):
+        stream = make_stream(documents, batching)
+        return replace(stream, position_ids=stream.position_ids * 2)
+
+    patch.setattr(verify_worker, "make_stream", counted)
+
+
+def clip_a_little_less(patch, rank):
+    def looser(gradients, norm, bound):
+        clip.clip_gradients(gradients, norm, bound * 1.001)
+
+    patch.setattr(ddp, "clip_gradients", looser)
+
+
+def let_replicas_drift(patch, rank):
+    """Rank 0, the one that a lazy check looks at, is right."""
+    step_ = DDPEngine.step
+
+    def drifting(self, max_grad_norm):
+        norm = step_(self, max_grad_norm)
+        if rank == 1:
+            next(self.module.parameters()).data.mul_(1.001)
+        return norm
+
+    patch.setattr(DDPEngine, "step", drifting)
+
+
+def forget_a_parameter(patch, rank):
+    gradients = DDPEngine.gradients
+    patch.setattr(DDPEngine, "gradients", lambda self: list(gradients(self))[1:])
+
+
+def train_the_frozen_base(patch, rank):
+    add_lora = verify_worker.add_lora
+
+    def unfrozen(model, **options):
+        model = add_lora(model, **options)
+        next(p for p in model.parameters() if not p.requires_grad).requires_grad_(True)
+        return model
+
+    patch.setattr(verify_worker, "add_lora", unfrozen)
+
+
+SABOTAGES = {
+    scale_one_ranks_loss: Cell("ddp", "dp2", "full", "packed"),
+    average_without_the_group_size: Cell("fsdp2", "dp2", "full", "packed"),
+    count_only_own_labels: Cell("ddp", "dp2", "full", "packed"),
+    drop_one_gradient_reduction: Cell("ddp", "dp2", "full", "packed"),
+    drop_the_norms_reduction: Cell("fsdp2", "dp2", "full", "packed"),
+    shift_labels_twice: Cell("ddp", "dp2", "full", "packed"),
+    let_documents_leak: Cell("ddp", "dp2", "full", "packed"),
+    double_the_positions: Cell("ddp", "dp2", "full", "padded"),
+    clip_a_little_less: Cell("ddp", "dp2", "full", "packed"),
+    let_replicas_drift: Cell("ddp", "dp2", "full", "packed"),
+    forget_a_parameter: Cell("ddp", "dp2", "full", "packed"),
+    train_the_frozen_base: Cell("ddp", "dp2", "lora", "packed"),
+}
+
+
+def run_sabotaged(worker: Worker, cells: list, folder: Path) -> None:
+    """What each process runs: the cells in order, each with its own error."""
+    run_cell = verify_worker.run_cell
+    sabotages = iter(SABOTAGES)
+
+    def run_one(worker, cell, folder):
+        with pytest.MonkeyPatch.context() as patch:
+            next(sabotages)(patch, worker.rank)
+            return run_cell(worker, cell, folder)
+
+    verify_worker.run_cell = run_one
+    verify_worker.run_cells(worker, cells, folder)
+
+
+@pytest.fixture(scope="module")
+def sabotaged(tmp_path_factory, model) -> dict:
+    cells = list(SABOTAGES.values())
+    results = run(cells, tmp_path_factory.mktemp("sabotaged"), model, run_cells=run_sabotaged)
+    return dict(zip(SABOTAGES, results, strict=True))
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda function: function.__name__)
+def test_a_deliberate_error_fails(sabotaged, sabotage):
+    result = sabotaged[sabotage]
+    assert result.status == "fail"
+    assert result.errors is not None, result.details  # it ran, and was found wrong
+    assert result.errors.largest > 1e-5
+    assert "is off by" in result.reason
+
+
+def crash_in_the_second_cell(worker: Worker, cells: list, folder: Path) -> None:
+    original = verify_worker.run_cell
+
+    def crashing(worker, cell, folder):
+        if cell.adapter == "lora" and worker.rank == 1:
+            raise ZeroDivisionError("a deliberate error")
+        return original(worker, cell, folder)
+
+    verify_worker.run_cell = crashing
+    verify_worker.run_cells(worker, cells, folder)
+
+
+def test_a_crash_costs_one_cell_and_the_others_go_on(tmp_path, model):
+    cells = [Cell("ddp", "dp2", adapter, "packed") for adapter in ("full", "lora")]
+    cells.append(Cell("fsdp2", "dp2", "full", "packed"))
+    results = run(cells, tmp_path, model, run_cells=crash_in_the_second_cell)
+    assert [result.status for result in results] == ["pass", "fail", "pass"]
+    assert results[1].reason == "rank 1: ZeroDivisionError: a deliberate error"
+    assert "Traceback" in results[1].details

@@ -1,0 +1,226 @@
+"""One process, packed by hfpar, against plain separate documents: the loss and every gradient, family by family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from hfpar.attention import interface
+from hfpar.config.engine import DDPSettings
+from hfpar.data.stream import Sample, build_stream
+from hfpar.errors import ConfigError
+from hfpar.models.load import load_model, load_model_config
+from hfpar.models.shrink import SLIDING_WINDOW, VOCAB_SIZE, shrink_config
+from hfpar.train import loss
+from hfpar.train.step import model_inputs
+from hfpar.verify.compare import compare_gradients, relative, worst_of
+from hfpar.verify.documents import count_labels, make_windows
+from hfpar.verify.reference import accumulate_gradients, build_checkpoint, gradients_of, load_plain
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 100 for i in range(48)],
+    "long_factor": [2.0 + i / 100 for i in range(48)],
+    "original_max_position_embeddings": 4096,
+}
+FAMILIES = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 8, "rope_parameters": LLAMA3_ROPE}),
+    "smollm2": (
+        "LlamaConfig",
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2": (
+        "Qwen2Config",
+        {
+            "hidden_size": 896,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        {
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 128}),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", {"mlp_only_layers": [3], "norm_topk_prob": True}),
+    "mistral": ("MistralConfig", {}),
+    "mixtral": ("MixtralConfig", {}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": ("Gemma2Config", {}),
+    "gemma3": ("Gemma3TextConfig", {}),
+    "phi3": ("Phi3Config", {"sliding_window": 2047}),
+    "phi3_longrope": ("Phi3Config", {"rope_parameters": LONGROPE, "max_position_embeddings": 131072}),
+    "phi": ("PhiConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_moe": ("GraniteMoeConfig", {"logits_scaling": 6.0, "embedding_multiplier": 12.0}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.0625, "use_qk_norm": True}),
+    "cohere2": ("Cohere2Config", {}),
+    "smollm3": ("SmolLM3Config", {}),
+    "gpt_oss": ("GptOssConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt2": ("GPT2Config", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 4096}),
+    "glm4": ("Glm4Config", {}),
+    "deepseek_v3": ("DeepseekV3Config", {}),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        {"q_lora_rank": None, "first_k_dense_replace": 1, "num_experts_per_tok": 6},
+    ),
+}
+
+
+def family_config(family: str) -> transformers.PretrainedConfig:
+    name, arguments = FAMILIES[family]
+    return getattr(transformers, name)(**arguments)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    interface.register()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_separate_documents(family: str, tmp_path: Path) -> None:
+    build_checkpoint(family_config(family), tmp_path)
+    config = load_model_config(tmp_path)
+    documents = make_windows(config.vocab_size)[0]
+    device = torch.device("cpu")
+
+    plain = load_plain(tmp_path, adapter_state=None)
+    plain_loss = accumulate_gradients(plain, documents, device)
+    expected = gradients_of(plain)
+
+    model = load_model(
+        tmp_path, config, settings=DDPSettings(), dtype=torch.float32, attn_implementation="hfpar"
+    )
+    model.train()
+    loss.install(model)
+    stream = build_stream([Sample(document.tokens, document.labels) for document in documents])
+    packed_loss = model(**model_inputs(stream, device)) / count_labels(documents)
+    packed_loss.backward()
+
+    name, error = worst_of(compare_gradients(gradients_of(model).items(), expected))
+    print(f"loss {relative(packed_loss.item(), plain_loss):.1e}, gradients {error:.1e} ({name})")
+    assert relative(packed_loss.item(), plain_loss) < 1e-5
+    assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shrunk_config_is_small(family: str) -> None:
+    config = family_config(family)
+    before = config.to_dict()
+    small = shrink_config(config)
+    assert config.to_dict() == before
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(small)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    assert small.vocab_size <= VOCAB_SIZE
+    assert 2 <= small.num_hidden_layers <= 4
+    assert type(small) is type(config)
+
+
+def shrunk(family: str) -> dict:
+    return shrink_config(family_config(family)).to_dict()
+
+
+def test_the_ratio_of_query_to_key_value_heads_stays() -> None:
+    for family, group in {"smollm2": 3, "qwen2": 7, "gemma2": 2, "mistral": 4, "gpt_oss": 8}.items():
+        small = shrunk(family)
+        assert small["num_attention_heads"] == group * small["num_key_value_heads"], family
+    assert shrunk("phi3")["num_attention_heads"] == shrunk("phi3")["num_key_value_heads"]
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "gemma2", "mistral", "qwen3_moe"])
+def test_a_head_size_of_its_own_stays_one(family: str) -> None:
+    config, small = family_config(family), shrink_config(family_config(family))
+    own = config.head_dim * config.num_attention_heads != config.hidden_size
+    assert (small.head_dim * small.num_attention_heads != small.hidden_size) == own
+
+
+def test_each_kind_of_layer_stays_and_no_more() -> None:
+    assert shrunk("gemma2")["layer_types"] == ["sliding_attention", "full_attention"]
+    assert shrunk("gemma3")["layer_types"] == ["sliding_attention", "full_attention"]
+    assert shrunk("qwen2_window")["layer_types"] == ["full_attention", "sliding_attention"]
+    assert shrunk("smollm3")["no_rope_layers"] == [1, 0]
+    assert shrunk("deepseek_v3")["first_k_dense_replace"] == 1
+    assert shrunk("qwen3_moe_mixed")["mlp_only_layers"] == [1]
+    assert shrunk("llama")["num_hidden_layers"] == 2
+
+
+def test_windows_bite_and_are_not_invented() -> None:
+    assert shrunk("mistral")["sliding_window"] == SLIDING_WINDOW
+    assert max(len(document.tokens) for document in make_windows(64)[0]) > 2 * SLIDING_WINDOW
+    assert shrunk("qwen2")["sliding_window"] is None
+
+
+def test_what_a_layer_computes_stays() -> None:
+    gemma = shrunk("gemma2")
+    assert (gemma["attn_logit_softcapping"], gemma["final_logit_softcapping"]) == (50.0, 30.0)
+    assert gemma["query_pre_attn_scalar"] == gemma["head_dim"]
+    assert gemma["tie_word_embeddings"] is True
+    assert shrunk("granite")["logits_scaling"] == 8.0
+    assert shrunk("llama")["rope_parameters"]["rope_type"] == "llama3"
+    assert shrunk("gpt_neox")["rope_parameters"]["partial_rotary_factor"] == 0.25
+    longrope = shrunk("phi3_longrope")
+    head_dim = longrope["hidden_size"] // longrope["num_attention_heads"]
+    assert len(longrope["rope_parameters"]["short_factor"]) == head_dim // 2
+    deepseek = shrunk("deepseek_v3")
+    assert deepseek["qk_head_dim"] == deepseek["qk_nope_head_dim"] + deepseek["qk_rope_head_dim"]
+    assert shrunk("deepseek_v2_lite")["q_lora_rank"] is None
+
+
+def test_randomness_and_quantisation_are_left_out() -> None:
+    config = transformers.LlamaConfig(attention_dropout=0.1)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    small = shrink_config(config)
+    assert small.attention_dropout == 0.0
+    assert getattr(small, "quantization_config", None) is None
+
+
+def test_special_tokens_that_were_one_stay_one() -> None:
+    config = transformers.Phi3Config(pad_token_id=32000, eos_token_id=[32000, 32007], bos_token_id=1)
+    small = shrink_config(config)
+    assert small.eos_token_id[0] == small.pad_token_id != small.bos_token_id
+    assert max(*small.eos_token_id, small.bos_token_id) < small.vocab_size
+
+
+def test_more_than_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^model_name_or_path: gemma3 is more than a text model"):
+        shrink_config(transformers.Gemma3Config())
