@@ -65,12 +65,20 @@ def main(argv: Sequence[str]) -> int:
 def _launch(args: Namespace) -> int:
     import torch.distributed as dist
     from accelerate.commands.launch import launch_command
+    from accelerate.utils import patch_environment
+    from torch import cuda
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    variables = {"HFPAR_LAUNCH": "1"}  # for the workers: see `hfpar.accelerator.launcher_reports_deaths`
+    if "DS_ACCELERATOR" not in os.environ and not cuda.is_available():
+        variables["DS_ACCELERATOR"] = (
+            "cpu"  # Accelerate imports DeepSpeed for a DeepSpeed launch, and it would tell
+        )
     try:
-        launch_command(args)
+        with patch_environment(**variables):
+            launch_command(args)
     except ChildFailedError as error:
         rank, failure = first_failure(error.failures)
         return _report(f"rank {rank}", failure.exitcode)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,14 +79,16 @@ class ZeROEngine(Engine):
             gradient_accumulation_steps=gradient_accumulation_steps,
             max_grad_norm=max_grad_norm,
         )
+        check_zero_section(config)
         base_optimizer = make_optimizer(trainable(module))
-        self.wrapped, _, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=base_optimizer,
-            config=config,
-            mpu=BatchGroupMPU(layout),
-            dist_init_required=False,
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a line about its op
+            self.wrapped, _, _, _ = deepspeed.initialize(
+                model=module,
+                optimizer=base_optimizer,
+                config=config,
+                mpu=BatchGroupMPU(layout),
+                dist_init_required=False,
+            )
         # The schedule works on the optimizer whose parameter groups DeepSpeed shares.
         self.optimizer = base_optimizer
 
@@ -186,6 +190,22 @@ def complete_config(
     if leftover:
         raise ConfigError(f"{leftover}: auto in the DeepSpeed config can't be filled in; write its value")
     return config
+
+
+def check_zero_section(config: dict[str, Any]) -> None:
+    """Let DeepSpeed itself judge the keys and values of `zero_optimization`.
+
+    Raises:
+        ConfigError: names the first that it refuses.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**config["zero_optimization"])
+    except ValueError as error:  # pydantic's, with one entry for each mistake
+        first = error.errors()[0]  # type: ignore[attr-defined]
+        key = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
+        raise ConfigError(f"{key}: {first['input']} in the DeepSpeed config: {first['msg']}") from error
 
 
 def _find_auto(config: dict[str, Any], prefix: str = "") -> str | None:

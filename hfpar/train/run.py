@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +10,8 @@ from hfpar.accelerator import Launch, current_rank, read_launch
 from hfpar.config.engine import LaunchDefaults
 from hfpar.config.load import parse_sft_config
 from hfpar.config.schema import SFTConfig
-from hfpar.errors import ConfigError, HfparError
+from hfpar.errors import ConfigError
+from hfpar.train.endings import run_to_exit_code
 
 
 def main(argv: Sequence[str], demo_config: Path) -> int:
@@ -23,45 +21,8 @@ def main(argv: Sequence[str], demo_config: Path) -> int:
         argv: flags, as of `sft/train.py`.
         demo_config: the config that holds where neither a model nor data is named.
     """
-    rank = current_rank()
-    try:
-        run_sft(parse_config(list(argv), demo_config), read_launch())
-        return 0
-    except HfparError as error:
-        _say_last(rank, f"hfpar: error: {error}")
-        return _leave(error.exit_code)
-    except KeyboardInterrupt:
-        _say_last(rank, "hfpar: stopped; whole checkpoints are kept, --resume continues from the last one")
-        return _leave(130)
-    except RuntimeError as error:
-        if not _lost_a_rank(error):
-            raise
-        _say_last(rank, f"hfpar: error: another process of this run ended ({str(error).splitlines()[0]})")
-        return _leave(1)
-
-
-def _say_last(rank: int, line: str) -> None:
-    """Rank 0 speaks at once. Others wait: if rank 0 has said it, the launcher ends them before they do."""
-    if rank != 0:
-        time.sleep(5)
-        line += f" (rank {rank})"
-    print(line, file=sys.stderr, flush=True)
-
-
-def _leave(exit_code: int) -> int:
-    """End at once where other ranks may wait in a collective: an orderly shutdown would wait for them."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    return exit_code
-
-
-def _lost_a_rank(error: RuntimeError) -> bool:
-    text = str(error)
-    return any(
-        mark in text for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return run_to_exit_code(
+        lambda: run_sft(parse_config(list(argv), demo_config), read_launch()), current_rank()
     )
 
 
@@ -124,7 +85,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     from hfpar import accelerator as accelerate_launch
     from hfpar.engine.build import build_engine
     from hfpar.parallel.layout import Layout
-    from hfpar.train import checkpoint, data, loop, model, optim, summary, trackers
+    from hfpar.train import checkpoint, data, export, loop, model, optim, summary, trackers
     from hfpar.train.demo_assets import DemoAssets
     from hfpar.train.plots import plot_loss
     from hfpar.train.progress import METRICS_FILE
@@ -181,7 +142,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     folder.claim()
     summary.show(config, launch, layout, engine, loader, schedule, run_data, trainer.position)
     trainer.train(trackers.start(accelerator, config))
-    checkpoint.export_model(engine, source.tokenizer, folder.path, layout)
+    export.export_model(engine, source.tokenizer, folder.path, layout)
     if launch.is_main:
         plot_loss(folder.path / METRICS_FILE, folder.path / "loss.png")
         print(f"Finished: model, metrics.jsonl and loss.png are in {folder.path}")
