@@ -58,7 +58,8 @@ def install(model: nn.Module) -> list[str]:
     """
     causal_lm = unwrap_peft(model)
     head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
-    decoder = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", "") or "model", None)
+    named = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", "") or "model", None)
+    decoder = named if named is not None else getattr(causal_lm, "model", None)
     if head is None or decoder is None or decoder is causal_lm:
         raise ConfigError(f"model_name_or_path: {type(causal_lm).__name__} has no decoder with a head on top")
     if getattr(causal_lm.config, "output_router_logits", False):

@@ -85,7 +85,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     from hfpar import accelerator as accelerate_launch
     from hfpar.engine.build import build_engine
     from hfpar.parallel.layout import Layout
-    from hfpar.train import checkpoint, data, export, loop, model, optim, summary, trackers
+    from hfpar.train import checkpoint, data, export, loop, model, optim, probe, summary, trackers
     from hfpar.train.demo_assets import DemoAssets
     from hfpar.train.plots import plot_loss
     from hfpar.train.progress import METRICS_FILE
@@ -113,6 +113,9 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     optim.check_optimizer(config, launch.settings, device)
     checkpoint.on_main(layout, lambda: model.download(config))
     source = model.find_model(config)
+    note = probe.check_family(source.config, trust_remote_code=config.trust_remote_code)
+    if note and launch.is_main:
+        print(f"note: {note}")
     run_data = data.read_data(config, source.tokenizer, layout, max_positions=source.max_positions)
     loader = data.make_loader(config, run_data.samples, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, steps_per_epoch=loader.num_steps(0), layout=layout)

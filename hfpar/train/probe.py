@@ -1,0 +1,122 @@
+"""Does hfpar compute this family right? Asked of a tiny copy, before the user's weights load.
+
+Models differ in ways that no list keeps up with: a scale on the logits, an attention that bypasses Transformers'
+interface, a state that runs on from one document into the next. So the copy is trained for one step both ways,
+packed by hfpar and one document at a time by Transformers, and the gradients are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from hfpar.attention import interface
+from hfpar.data.stream import Sample, build_stream
+from hfpar.errors import ConfigError
+from hfpar.models.shrink import shrink_config
+from hfpar.train import loss
+from hfpar.train.step import model_inputs
+
+TOLERANCE = 1e-4
+"""Relative, on the whole gradient: rounding gives about 1e-6, a wrong computation far more."""
+
+_LENGTHS = (11, 5, 14)
+
+
+def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
+    """Compare hfpar with Transformers on a tiny copy of the model.
+
+    Args:
+        config: the user's.
+        trust_remote_code: whether the model's own code may run.
+
+    Returns:
+        None if they agree; a line for the user if no copy could be made to compare.
+
+    Raises:
+        ConfigError: they don't agree.
+    """
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        plain, expected = _plain_gradients(config, trust_remote_code)
+    except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
+        if _keeps_a_state(config):
+            raise ConfigError(
+                f"model_name_or_path: {config.model_type} carries a state from token to token, which would run on "
+                "from one packed document into the next; hfpar can't train it"
+            ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return (
+            f"{config.model_type} couldn't be checked on a tiny copy ({reason}); compare a step with your own "
+            "code before you trust it"
+        )
+    finally:
+        torch.random.set_rng_state(state)
+    difference = _relative_difference(_packed_gradients(plain, config), expected)
+    if not difference < TOLERANCE:
+        raise ConfigError(
+            f"model_name_or_path: {config.model_type} comes out wrong when documents are packed (gradients of a "
+            f"tiny copy differ by {difference:.1e}); hfpar can't train it"
+        )
+    return None
+
+
+def _keeps_a_state(config: PretrainedConfig) -> bool:
+    """Whether Transformers says so of the model's class (Mamba and its kin)."""
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return bool(getattr(model_class, "_is_stateful", False))
+
+
+def _documents(vocab_size: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in _LENGTHS]
+    return [Sample(tokens, [loss.IGNORE_INDEX] * 3 + tokens[3:]) for tokens in drawn]
+
+
+def _plain_gradients(config: PretrainedConfig, trust_remote_code: bool) -> tuple[Any, list[Tensor]]:
+    model = AutoModelForCausalLM.from_config(
+        shrink_config(config),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+    )
+    for parameter in model.parameters():  # norms and sinks start equal: make every value count
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    pristine = copy.deepcopy(model)
+    for sample in _documents(model.config.vocab_size):
+        input_ids, labels = torch.tensor([sample.input_ids]), torch.tensor([sample.labels])
+        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+        nn.functional.cross_entropy(logits[0], labels[0, 1:], reduction="sum").backward()
+    return pristine, [_gradient(parameter) for parameter in model.parameters()]
+
+
+def _packed_gradients(model: Any, config: PretrainedConfig) -> list[Tensor]:
+    interface.register()
+    stream = build_stream(_documents(model.config.vocab_size))
+    try:
+        model.set_attn_implementation(interface.interface_name("auto"))
+        loss.install(model)
+        model(**model_inputs(stream, torch.device("cpu"))).backward()
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model_name_or_path: {config.model_type} doesn't take packed documents: {reason}"
+        ) from error
+    return [_gradient(parameter) for parameter in model.parameters()]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+
+
+def _relative_difference(mine: list[Tensor], expected: list[Tensor]) -> float:
+    difference = sum(float((a - b).double().pow(2).sum()) for a, b in zip(mine, expected, strict=True))
+    size = sum(float(b.double().pow(2).sum()) for b in expected)
+    return (difference / size) ** 0.5 if size else float("nan")

@@ -1,0 +1,64 @@
+"""Families that hfpar computes wrongly are refused, and by name."""
+
+import pytest
+import transformers
+from transformers import LlamaConfig
+
+from hfpar.errors import ConfigError
+from hfpar.train import loss
+from hfpar.train.probe import check_family
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaConfig", "Gemma2Config", "GptOssConfig", "Qwen3MoeConfig", "GraniteConfig"]
+)
+def test_known_families_pass(name):
+    assert check_family(getattr(transformers, name)()) is None
+
+
+def test_a_scale_that_hfpar_does_not_know_is_noticed(monkeypatch):
+    monkeypatch.setattr(loss.LogitTransform, "of", classmethod(lambda cls, config: cls()))
+    with pytest.raises(ConfigError, match="granite comes out wrong when documents are packed"):
+        check_family(transformers.GraniteConfig(logits_scaling=8.0))
+
+
+def test_documents_that_leak_are_noticed(monkeypatch):
+    from hfpar.attention import varlen
+    from hfpar.attention.varlen import Documents
+
+    original = varlen.sdpa
+
+    def leaky(query, key, value, documents, scores):
+        whole = Documents(documents.cu_seqlens[[0, -1]], (sum(documents.lengths),))
+        return original(query, key, value, whole, scores)
+
+    monkeypatch.setattr(varlen, "sdpa", leaky)
+    with pytest.raises(ConfigError, match="llama comes out wrong"):
+        check_family(LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    "name", ["MambaConfig", "Mamba2Config", "JambaConfig", "BambaConfig", "Qwen3NextConfig"]
+)
+def test_states_that_run_on_between_documents_are_refused(name):
+    with pytest.raises(ConfigError, match="model_name_or_path: "):
+        check_family(getattr(transformers, name)())
+
+
+@pytest.mark.parametrize("name", ["BloomConfig", "MptConfig", "StableLmConfig"])
+def test_attention_that_does_not_hear_of_documents_is_refused(name):
+    with pytest.raises(ConfigError, match="comes out wrong when documents are packed"):
+        check_family(getattr(transformers, name)())
+
+
+def test_a_family_that_cannot_be_shrunk_is_said_aloud_and_not_refused():
+    line = check_family(transformers.Gemma3Config())
+    assert line is not None and "couldn't be checked" in line
+
+
+def test_the_generator_is_left_as_it_was():
+    import torch
+
+    before = torch.random.get_rng_state()
+    check_family(LlamaConfig())
+    assert torch.equal(before, torch.random.get_rng_state())
