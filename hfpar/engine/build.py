@@ -13,7 +13,7 @@ from hfpar.engine.base import Engine, OptimizerFactory
 from hfpar.engine.ddp import DDPEngine
 from hfpar.engine.fsdp2 import FSDP2Engine
 from hfpar.engine.zero import ZeROEngine
-from hfpar.models.load import fill_from_checkpoint
+from hfpar.models.slices import fill_from_checkpoint
 from hfpar.parallel.layout import Layout
 
 

@@ -131,6 +131,14 @@ class ZeROEngine(Engine):
                 whole = parameter.detach().cpu().clone()
             yield name, whole
 
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """See `Engine`. Stage 3 fetches ahead for a backward that doesn't come; what is under way must arrive."""
+        with torch.no_grad():
+            yield
+        if self.settings.stage == 3:
+            self.wrapped.empty_partition_cache()
+
     def save_state(self, folder: Path) -> None:
         """See `Engine`."""
         self.wrapped.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
 from hfpar.errors import ConfigError
@@ -31,9 +29,7 @@ def resolve_folder(model_name_or_path: str) -> Path:
     if folder.is_dir():
         raise ConfigError(f"model_name_or_path: {folder} has no config.json")
     if folder.is_absolute() or model_name_or_path.startswith(".") or model_name_or_path.count("/") > 1:
-        raise ConfigError(
-            f"model_name_or_path: {model_name_or_path} is neither a folder nor a hub id"
-        )
+        raise ConfigError(f"model_name_or_path: {model_name_or_path} is neither a folder nor a hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RevisionResolutionError
 
@@ -119,23 +115,42 @@ def load_model(
         attn_implementation: a name that Transformers knows.
         trust_remote_code: whether code in the folder may run.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model_name_or_path: {folder} is quantized, which can't be trained; use the unquantized model"
+        )
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     if isinstance(settings, FSDP2Settings):
-        return _skeleton(config, dtype, options)
+        return _skeleton(folder, config, dtype, options)
     with _cut_while_loading(settings):
-        try:
-            return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, **options)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model_name_or_path: {folder}: {_first_line(error)}") from error
+        return whole_model(AutoModelForCausalLM, folder, config=config, dtype=dtype, **options)
 
 
-def _skeleton(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def whole_model(model_class: Any, folder: Path, **options: Any) -> Any:
+    """`from_pretrained`, but a weight that the checkpoint lacks is an error: it would start at random."""
+    try:
+        model, report = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_name_or_path: {folder}: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"model_name_or_path: {folder} doesn't hold {missing[0]}{more}; its weights and its config.json "
+            "don't belong together"
+        )
+    return model
+
+
+def _skeleton(folder: Path, config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """A model whose parameters take no memory and whose buffers are real."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -160,134 +175,3 @@ def _cut_while_loading(settings: EngineSettings) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del alive
-
-
-# Slices of a checkpoint
-
-
-def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device) -> None:
-    """Give every weight that is still on the meta device its values, each rank reading only its own rows.
-
-    Args:
-        model: parameters on the meta device may be DTensors, cut along their first dimension.
-        folder: a safetensors checkpoint.
-        device: where the weights are kept.
-
-    Raises:
-        ConfigError: weights that the checkpoint doesn't hold under the model's own names.
-    """
-    names: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in model.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), []).append((owner, name))
-    pending = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
-    if not pending:
-        return
-    with _Checkpoint(folder) as checkpoint:
-        aliases = _tied_names(model)
-        for name, parameter in pending.items():
-            key = checkpoint.find(name, aliases)
-            filled = nn.Parameter(
-                checkpoint.read(key, parameter, device), requires_grad=parameter.requires_grad
-            )
-            for owner, attribute in names[id(parameter)]:  # every module that shares it: ties stay tied
-                setattr(owner, attribute, filled)
-
-
-def checkpoint_key(parameter_name: str) -> str:
-    """A parameter's name in the base checkpoint: without what PEFT puts around and into modules."""
-    parts = parameter_name.removeprefix("base_model.model.").split(".")
-    kept: list[str] = []
-    skip_adapter_name = False
-    for part in parts:
-        if skip_adapter_name:
-            skip_adapter_name = False
-        elif part in ("base_layer", "original_module"):
-            continue
-        elif part == "modules_to_save":
-            skip_adapter_name = True
-        else:
-            kept.append(part)
-    return ".".join(kept)
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    tied: dict[str, str] = {}
-    for module in model.modules():
-        keys = getattr(module, "_tied_weights_keys", None)
-        if isinstance(keys, dict):
-            tied.update(keys)
-    return tied
-
-
-class _Checkpoint:
-    """The safetensors files of a folder, open for reading slices."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[str, Any] = {}
-        self.where = self._index()
-
-    def __enter__(self) -> _Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.clear()
-
-    def _index(self) -> dict[str, str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            return dict(json.loads(index.read_text())["weight_map"])
-        if not (self.folder / "model.safetensors").is_file():
-            raise ConfigError(
-                f"model_name_or_path: {self.folder} has no safetensors weights; FSDP2 reads them slice by slice: "
-                "save the model with save_pretrained first"
-            )
-        return dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
-
-    def _open(self, file: str) -> Any:
-        if file not in self.files:
-            from safetensors import SafetensorError, safe_open
-
-            try:
-                self.files[file] = safe_open(str(self.folder / file), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"model_name_or_path: {self.folder / file}: {_first_line(error)}"
-                ) from error
-        return self.files[file]
-
-    def find(self, parameter_name: str, tied: dict[str, str]) -> str:
-        key = checkpoint_key(parameter_name)
-        for candidate in (key, tied.get(key), *(target for target, source in tied.items() if source == key)):
-            if candidate in self.where:
-                return candidate
-        raise ConfigError(
-            f"model_name_or_path: {self.folder} doesn't hold {key}; FSDP2 reads weights by the model's own names: "
-            "load and save the model once with this Transformers version, or use DDP or ZeRO"
-        )
-
-    def read(self, key: str, like: Tensor, device: torch.device) -> Tensor:
-        """The rows of `key` that belong into `like`, in its dtype, as the same kind of tensor."""
-        rows = self._open(self.where[key]).get_slice(key)
-        if tuple(rows.get_shape()) != tuple(like.shape):
-            raise ConfigError(
-                f"model_name_or_path: {key} is {tuple(rows.get_shape())} in {self.folder}, but "
-                f"{tuple(like.shape)} in the model"
-            )
-        if not isinstance(like, DTensor):
-            return rows[:].to(device=device, dtype=like.dtype)
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        local_shape, offset = compute_local_shape_and_global_offset(
-            like.shape, like.device_mesh, like.placements
-        )
-        if local_shape and local_shape[0]:
-            local = rows[offset[0] : offset[0] + local_shape[0]]
-        else:
-            local = torch.empty(local_shape)  # fewer rows than ranks: this rank keeps none
-        local = local.to(device=device, dtype=like.dtype)
-        return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )

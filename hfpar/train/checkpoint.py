@@ -1,4 +1,4 @@
-"""The run folder: who may write into it, whole checkpoints, resuming and the export.
+"""The run folder: who may write into it, whole checkpoints and resuming.
 
 Everything that must be whole is written beside its final name and renamed when it is.
 """
@@ -22,9 +22,13 @@ from hfpar.config.yaml_io import read_mapping
 from hfpar.engine.base import Engine
 from hfpar.errors import ConfigError, HfparError
 from hfpar.parallel.layout import Layout
+from hfpar.train.files import explained_write_errors, files_in, make_fresh, remove_at_once, sync, write_whole
 
 CONFIG_FILE = "run_config.yaml"
 STATE_FILE = "trainer_state.json"
+ANY_TO_ANY = frozenset(("ddp", "fsdp2"))
+"""Engines that read each other's checkpoints, from any number of ranks onto any number."""
+
 FREE_TO_CHANGE = frozenset(
     "output_dir overwrite resume logging_steps eval_steps save_steps save_total_limit report_to run_name "
     "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size "
@@ -32,9 +36,10 @@ FREE_TO_CHANGE = frozenset(
 )
 """Settings that a resumed run may change. The batch is compared as a whole (`TrainerState.global_batch`)."""
 
+_PARTIAL = ".*.partial"
 _ARTIFACTS = (
     "checkpoint-*",
-    ".*.partial",
+    _PARTIAL,
     "metrics.jsonl",
     "loss.png",
     "*.safetensors",
@@ -65,6 +70,8 @@ class TrainerState:
     """Samples or packs an optimizer step takes."""
     engine: str
     world_size: int
+    num_steps_without_labels: int = 0
+    """Steps whose whole batch had no label: nothing to learn from."""
 
 
 def on_main(layout: Layout, work: Callable[[], T]) -> T:
@@ -150,14 +157,13 @@ class RunFolder:
             ) from error
 
     def claim(self) -> None:
-        """Remove what `overwrite` gives up and write the resolved config."""
+        """Remove what was never finished, and what `overwrite` gives up, and write the resolved config."""
         on_main(self.layout, self._claim)
 
     def _claim(self) -> None:
-        if self.config.overwrite:
-            for pattern in _ARTIFACTS:
-                for found in self.path.glob(pattern):
-                    shutil.rmtree(found) if found.is_dir() else found.unlink()
+        for pattern in _ARTIFACTS if self.config.overwrite else (_PARTIAL,):
+            for found in self.path.glob(pattern):
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
         write_whole(self.path / CONFIG_FILE, dump_config(replace(self.config, overwrite=False, resume=False)))
 
     def release(self) -> None:
@@ -177,47 +183,87 @@ def difference(config_file: Path, config: SFTConfig) -> list[str]:
     return lines
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that nobody ever sees half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 # Checkpoints
 
 
 def save_checkpoint(
     engine: Engine, state: TrainerState, output_dir: Path, layout: Layout, *, save_total_limit: int | None
 ) -> Path:
-    """Write `checkpoint-<step>`, whole or not at all, and drop the oldest beyond the limit. All ranks together."""
+    """Write `checkpoint-<step>`, whole or not at all, and drop the oldest beyond the limit. All ranks together.
+
+    Raises:
+        ConfigError: it can't be written. Earlier checkpoints are as they were.
+    """
     final = output_dir / f"checkpoint-{state.step}"
-    partial = output_dir / f".checkpoint-{state.step}.partial"
-    on_main(layout, lambda: _fresh(partial))
-    engine.save_state(partial)
+    partial = _partial(final)
+    on_main(layout, lambda: make_fresh(partial))
+    with explained_write_errors(final):
+        engine.save_state(partial)
     dist.barrier()
 
     def finish() -> None:
-        write_whole(partial / STATE_FILE, json.dumps(asdict(state), indent=2) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
+        with explained_write_errors(final):
+            files = {name: path.stat().st_size for name, path in files_in(partial)}
+            write_whole(partial / STATE_FILE, json.dumps({**asdict(state), "files": files}, indent=2) + "\n")
+            for _, path in files_in(partial):
+                sync(path)
+            remove_at_once(final)
+            os.replace(partial, final)
+            sync(output_dir)
         whole = whole_checkpoints(output_dir)
         for old in whole[:-save_total_limit] if save_total_limit else []:
-            shutil.rmtree(old)
+            remove_at_once(old)
 
     on_main(layout, finish)
     return final
 
 
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _partial(final: Path) -> Path:
+    return final.with_name(f".{final.name}.partial")
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run that were written to the end, oldest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
+    return [path for path in _checkpoint_folders(output_dir) if why_not_whole(path) is None]
+
+
+def _checkpoint_folders(output_dir: Path) -> list[Path]:
+    found = [path for path in output_dir.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def why_not_whole(folder: Path) -> str | None:
+    """What is missing or cut short in a checkpoint; None if nothing is."""
+    try:
+        files = json.loads((folder / STATE_FILE).read_text())["files"]
+    except FileNotFoundError:
+        return f"has no {STATE_FILE}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"has an unreadable {STATE_FILE}"
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"has no {name}"
+        if path.stat().st_size != size:
+            return f"has {path.stat().st_size} of the {size} bytes of {name}"
+    return None
+
+
+def last_checkpoint(output_dir: Path, layout: Layout) -> tuple[Path | None, list[str]]:
+    """The checkpoint to resume from, and a line about each newer one that isn't whole. All ranks together."""
+
+    def find() -> tuple[Path | None, list[str]]:
+        skipped = [
+            f"{path} was never finished" for path in sorted(output_dir.glob(".checkpoint-*[0-9].partial"))
+        ]
+        for path in reversed(_checkpoint_folders(output_dir)):
+            reason = why_not_whole(path)
+            if reason is None:
+                return path, skipped
+            skipped.append(f"{path} {reason}")
+        return None, skipped
+
+    return on_main(layout, find)
 
 
 def load_checkpoint(engine: Engine, folder: Path, layout: Layout, *, global_batch: int) -> TrainerState:
@@ -226,48 +272,27 @@ def load_checkpoint(engine: Engine, folder: Path, layout: Layout, *, global_batc
     Raises:
         ConfigError: written by another engine, with another global batch, or for ZeRO by another number of ranks.
     """
-    state = TrainerState(**json.loads((folder / STATE_FILE).read_text()))
-    if state.engine != engine.name and not {state.engine, engine.name} <= {"ddp", "fsdp2"}:
+    saved = json.loads((folder / STATE_FILE).read_text())
+    saved.pop("files")
+    try:
+        state = TrainerState(**saved)
+    except TypeError as error:
+        raise ConfigError(f"resume: {folder} was written by another version of hfpar: {error}") from error
+    if state.engine != engine.name and not {state.engine, engine.name} <= ANY_TO_ANY:
+        also = " or ".join(sorted(ANY_TO_ANY)) if state.engine in ANY_TO_ANY else state.engine
         raise ConfigError(
-            f"resume: {folder} was written by {state.engine}, this run is {engine.name}; use that engine"
-        )
-    if state.global_batch != global_batch:
-        raise ConfigError(
-            f"resume: {folder} took {state.global_batch} samples or packs a step, this run {global_batch}; "
-            "set gradient_accumulation_steps so that they are equal"
+            f"resume: {folder} was written by {state.engine}, which {engine.name} can't read; resume with the "
+            f"Accelerate config file of {also}"
         )
     if engine.name.startswith("zero") and state.world_size != layout.world_size:
         raise ConfigError(
             f"resume: {folder} was written by {state.world_size} processes; ZeRO resumes with as many, not "
             f"{layout.world_size}: use --num_processes {state.world_size}"
         )
+    if state.global_batch != global_batch:
+        raise ConfigError(
+            f"resume: {folder} took {state.global_batch} samples or packs a step, this run {global_batch}; "
+            "set gradient_accumulation_steps so that they are equal"
+        )
     engine.load_state(folder)
-    return state
-
-
-# Export
-
-
-def export_model(engine: Engine, tokenizer: Any, output_dir: Path, layout: Layout) -> None:
-    """Write what Transformers (or PEFT) loads: weights, config, tokenizer, chat template. All ranks together.
-
-    Weights are gathered one at a time and kept on rank 0 only.
-    """
-    module: Any = engine.module
-    is_peft = hasattr(module, "peft_config")
-    weights = {}
-    for name, weight in engine.parameters(trainable_only=is_peft):
-        if layout.rank == 0:
-            weights[name] = weight
-
-    def write() -> None:
-        partial = output_dir / ".export.partial"
-        _fresh(partial)
-        options = {"save_embedding_layers": False} if is_peft else {}
-        module.save_pretrained(partial, state_dict=weights, **options)
-        tokenizer.save_pretrained(partial)
-        for path in sorted(partial.iterdir()):
-            os.replace(path, output_dir / path.name)
-        partial.rmdir()
-
-    on_main(layout, write)
+    return replace(state, engine=engine.name, world_size=layout.world_size)

@@ -19,7 +19,7 @@ from hfpar.data.loader import StepLoader
 from hfpar.data.stream import TokenStream
 from hfpar.engine.base import Engine
 from hfpar.parallel.layout import Layout
-from hfpar.train.checkpoint import TrainerState, load_checkpoint, save_checkpoint, whole_checkpoints
+from hfpar.train.checkpoint import TrainerState, last_checkpoint, load_checkpoint, save_checkpoint
 from hfpar.train.progress import MetricsLogger, StepMetrics
 from hfpar.train.step import StepResult, evaluate, train_step
 
@@ -82,20 +82,20 @@ class Trainer:
         """With `resume`, continue from the last whole checkpoint; from the start if there is none yet."""
         if not self.config.resume:
             return
-        checkpoints = whole_checkpoints(self.output_dir)
-        is_main = self.layout.rank == 0
-        if not checkpoints:
-            if is_main:
-                print(f"resume: no whole checkpoint in {self.output_dir}; starting from step 0")
-            return
-        self.position = load_checkpoint(
-            self.engine, checkpoints[-1], self.layout, global_batch=self.schedule.global_batch
-        )
-        self.loader.epoch, self.loader.step = self.position.epoch, self.position.step_in_epoch
-        for _ in range(self.position.step):
-            self.lr_schedule.step()
-        if is_main:
-            print(f"resume: continuing from {checkpoints[-1]} (step {self.position.step})")
+        checkpoint, skipped = last_checkpoint(self.output_dir, self.layout)
+        lines = [f"resume: leaving out {line}" for line in skipped]
+        if checkpoint is None:
+            lines.append(f"resume: no whole checkpoint in {self.output_dir}; starting from step 0")
+        else:
+            self.position = load_checkpoint(
+                self.engine, checkpoint, self.layout, global_batch=self.schedule.global_batch
+            )
+            self.loader.epoch, self.loader.step = self.position.epoch, self.position.step_in_epoch
+            for _ in range(self.position.step):
+                self.lr_schedule.step()
+            lines.append(f"resume: continuing from {checkpoint} (step {self.position.step})")
+        if self.layout.rank == 0:
+            print("\n".join(lines), flush=True)
 
     def train(self, tracker: Callable[[dict[str, float], int], None] | None) -> None:
         """Take every step that is left; evaluate, log and save on the way and at the end."""
@@ -129,7 +129,13 @@ class Trainer:
             step_in_epoch=self.loader.step,
             num_tokens=self.position.num_tokens + result.num_tokens,
             num_label_tokens=self.position.num_label_tokens + result.num_label_tokens,
+            num_steps_without_labels=self.position.num_steps_without_labels + (result.num_label_tokens == 0),
         )
+        if result.num_label_tokens == 0:
+            logger.message(
+                f"step {step}: not one label in the global batch, so its gradients are zero "
+                f"({self.position.num_steps_without_labels} such steps in this run)"
+            )
         window.add(result)
         last = step == self.schedule.total_steps
         if step % config.logging_steps == 0 or last:
