@@ -219,7 +219,7 @@ def _run(
 ) -> None:
     """A process's whole life."""
     _redirect_output(worker.folder / f"rank{worker.rank}.log")
-    _clean_environment(environment)
+    _clean_environment({"LOCAL_RANK": str(worker.rank), **environment})
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         import torch

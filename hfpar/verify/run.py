@@ -109,9 +109,10 @@ def _run_with_progress(cells: Sequence[Cell], args: argparse.Namespace) -> list[
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+    console = Console(stderr=True)
     with (
         tempfile.TemporaryDirectory(prefix="hfpar_verify_") as folder,
-        ProgressBar(*columns, console=Console(stderr=True), transient=True) as bar,
+        ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("starting", total=len(cells))
         done = 0

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,6 +75,27 @@ def test_a_missing_model_is_one_line(tmp_path):
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("hfpar: error: model_name_or_path: ")
+
+
+def test_ctrl_c_stops_all_processes_and_leaves_no_files(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hfpar.cli", "verify", "--engines", "ddp", "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own, as a terminal would make it
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("hfpar_verify_*/ranks_*/rank0.log")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    stopped_at = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)  # ends when the last process has let go of the pipes
+    assert time.monotonic() - stopped_at < 10
+    assert (output, errors, process.returncode) == ("", "hfpar: stopped\n", 130)
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_refused_layouts_need_no_process_and_are_no_failure(capsys):
