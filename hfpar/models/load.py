@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
@@ -130,7 +131,7 @@ def whole_model(model_class: Any, folder: Path, **options: Any) -> Any:
     """`from_pretrained`, but a weight that the checkpoint lacks is an error: it would start at random."""
     try:
         model, report = model_class.from_pretrained(folder, output_loading_info=True, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model_name_or_path: {folder}: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
