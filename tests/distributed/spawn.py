@@ -1,5 +1,6 @@
 """What the tests of training with several processes share: starting them, small models, runs as training makes them."""
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ def spawn(function: Callable[..., Any], world_size: int, folder: Path, *argument
         )
     except WorkerError as error:
         pytest.fail(f"{error}\n{error.details}", pytrace=False)
-    return [results[rank] for rank in range(world_size)]
+    return [pickle.loads(results[rank]) for rank in range(world_size)]
 
 
 def _work(worker: Worker, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -43,7 +44,8 @@ def _work(worker: Worker, function: Callable[..., Any], arguments: tuple[Any, ..
     prepare_deepspeed(on_gpu=False)
     worker.join_group()
     quiet_libraries(is_main=worker.rank == 0)
-    worker.send(function(worker, *arguments))
+    # As bytes: tensors would otherwise go through shared memory, which ends with this process.
+    worker.send(pickle.dumps(function(worker, *arguments)))
 
 
 def engine_settings(name: str, **options: Any) -> EngineSettings:
