@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hfpar.verify.processes import Worker, WorkerError, run_processes
 
-SECONDS_TO_BUILD = 300.0
+SECONDS_TO_BUILD = 600.0
 _OP = "deepspeed_shm_comm"
 
 
