@@ -123,7 +123,7 @@ def load_model(
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     if isinstance(settings, FSDP2Settings):
         return _skeleton(folder, config, dtype, options)
-    with _cut_while_loading(settings):
+    with _cut_while_loading(settings, dtype):
         return whole_model(AutoModelForCausalLM, folder, config=config, dtype=dtype, **options)
 
 
@@ -156,7 +156,7 @@ def _skeleton(folder: Path, config: PretrainedConfig, dtype: torch.dtype, option
 
 
 @contextmanager
-def _cut_while_loading(settings: EngineSettings) -> Iterator[None]:
+def _cut_while_loading(settings: EngineSettings, dtype: torch.dtype) -> Iterator[None]:
     """Within it, Transformers hands each weight to DeepSpeed as soon as it exists (stage 3 only)."""
     if not (isinstance(settings, ZeROSettings) and settings.stage == 3 and settings.zero3_init):
         yield
@@ -169,7 +169,11 @@ def _cut_while_loading(settings: EngineSettings) -> Iterator[None]:
     zero = {
         key: value for key, value in settings.deepspeed_config["zero_optimization"].items() if key in keys
     }
-    precision = {name: {"enabled": settings.mixed_precision == name} for name in ("bf16", "fp16")}
+    kept = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.mixed_precision, dtype)
+    precision = {
+        "bf16": {"enabled": kept == torch.bfloat16},  # else it would cut everything as fp32
+        "fp16": {"enabled": kept == torch.float16},
+    }
     alive = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **precision})
     try:
         yield

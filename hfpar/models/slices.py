@@ -48,8 +48,8 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device
     if strange is not None:
         if dist.get_rank() == 0:
             logger.warning(
-                "model_name_or_path: %s doesn't hold %s as such; every process reads the whole model and keeps "
-                "its slices (a model saved under its own names would be read slice by slice)",
+                "model_name_or_path: %s doesn't hold %s in that form; every process reads the whole model into "
+                "memory and keeps its slices",
                 folder,
                 checkpoint_key(strange),
             )

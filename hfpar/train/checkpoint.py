@@ -254,13 +254,13 @@ def last_checkpoint(output_dir: Path, layout: Layout) -> tuple[Path | None, list
 
     def find() -> tuple[Path | None, list[str]]:
         skipped = [
-            f"{path} was never finished" for path in sorted(output_dir.glob(".checkpoint-*[0-9].partial"))
+            f"{path}: it was never finished" for path in sorted(output_dir.glob(".checkpoint-*[0-9].partial"))
         ]
         for path in reversed(_checkpoint_folders(output_dir)):
             reason = why_not_whole(path)
             if reason is None:
                 return path, skipped
-            skipped.append(f"{path} {reason}")
+            skipped.append(f"{path}: it {reason}")
         return None, skipped
 
     return on_main(layout, find)

@@ -86,6 +86,9 @@ def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings
             modules_to_save=config.modules_to_save,
             seed=config.seed,
         )
-        model.peft_config["default"].base_model_name_or_path = config.model_name_or_path
+        # An adapter names its base; a relative path would only be right in this run's working folder.
+        is_folder = source.folder == Path(str(config.model_name_or_path)).expanduser()
+        base = str(source.folder.resolve()) if is_folder else config.model_name_or_path
+        model.peft_config["default"].base_model_name_or_path = base
     loss.install(model)
     return model.train()

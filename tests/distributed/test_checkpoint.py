@@ -32,6 +32,10 @@ CELLS = {
 } | {
     "fsdp2-one-file-full": ("fsdp2", {"state_dict_type": "FULL_STATE_DICT"}, PADDED),
     "fsdp2-one-file-lora": ("fsdp2", {"state_dict_type": "FULL_STATE_DICT"}, LORA | PACKED),
+    "ddp-8bit": ("ddp", {}, PADDED | {"optim": "adamw_bnb_8bit"}),
+    "zero2-8bit": ("zero2", {}, PADDED | {"optim": "adamw_bnb_8bit"}),
+    "ddp-adafactor": ("ddp", {}, PADDED | {"optim": "adafactor"}),
+    "fsdp2-sgd": ("fsdp2", {}, PADDED | {"optim": "sgd"}),
     "ddp-fp16": ("ddp", {"mixed_precision": "fp16"}, PADDED),
     "fsdp2-fp16": ("fsdp2", {"mixed_precision": "fp16"}, PADDED),
 }
@@ -217,7 +221,7 @@ def keep_whole_checkpoints(worker: Any, folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    build_llama(folder / "model")
+    build_llama(folder / "model", intermediate_size=130)  # 8-bit optimizers leave weights below 4096 alone
     spawn(train_by_four, 4, folder, folder)
     return folder, spawn(train_by_two, 2, folder, folder)
 
@@ -277,13 +281,13 @@ def test_only_whole_checkpoints_are_kept_and_found(runs: tuple[Path, list[Any]])
         ]
         assert first == ("checkpoint-10", [])
         lines = [
-            f"{whole}/.checkpoint-11.partial was never finished",
-            f"{whole}/checkpoint-12 has no trainer_state.json",
+            f"{whole}/.checkpoint-11.partial: it was never finished",
+            f"{whole}/checkpoint-12: it has no trainer_state.json",
         ]
         assert unfinished == ("checkpoint-10", lines[:1])
         assert empty == ("checkpoint-10", lines)
-        short = f"{whole}/checkpoint-10 has 1 of the 1000 bytes of shards/1"
+        short = f"{whole}/checkpoint-10: it has 1 of the 1000 bytes of shards/1"
         assert cut == ("checkpoint-9", [*lines, short])
         assert again == ["checkpoint-10"]
-        assert missing == (None, [*lines, f"{whole}/checkpoint-10 has no shards/0"])
+        assert missing == (None, [*lines, f"{whole}/checkpoint-10: it has no shards/0"])
         assert files == [".checkpoint-11.partial", "checkpoint-10", "checkpoint-12"]
