@@ -162,7 +162,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         needs_gradient = need_hidden or need_weight or need_bias
         chunk = max(1, chunk_elements // weight.shape[0])
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_weight: Tensor | None = None  # made by the first chunk: zeros to add to are a pass over [V, H]
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -184,8 +184,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 grad_logits = grad_logits.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = grad_logits @ head_weight
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits, chunk_hidden)
+                if need_weight:
+                    grad_weight = _add_product(grad_weight, grad_logits, chunk_hidden)
+            if need_weight and grad_weight is None:
+                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return loss
@@ -199,12 +201,13 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """total[V, H] += grad_logits[n, V].T @ hidden[n, H]."""
+def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
+    """total[V, H] (None: zero) + grad_logits[n, V].T @ hidden[n, H], in fp32 and in place where it can be."""
+    if total is None:
+        return (grad_logits.T @ hidden).float()
     if hidden.dtype == total.dtype:
-        total.addmm_(grad_logits.T, hidden)
-    else:
-        total += grad_logits.T @ hidden
+        return total.addmm_(grad_logits.T, hidden)
+    return total.add_(grad_logits.T @ hidden)
 
 
 def _cross_entropy_in_place(
