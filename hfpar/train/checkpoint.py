@@ -116,8 +116,8 @@ class RunFolder:
     def _check(self) -> None:
         self._make()
         self._lock()
-        if all(child.name == ".lock" for child in self.path.iterdir()):
-            return
+        if all(child.name.startswith(".") for child in self.path.iterdir()):
+            return  # nothing, or what a start that was killed has left
         if not (self.path / CONFIG_FILE).is_file():
             raise ConfigError(
                 f"output_dir: {self.path} isn't empty and isn't a run of hfpar; use another --output_dir"
