@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,35 @@ def test_use_cpu_is_honoured(read: ReadLaunch) -> None:
 def test_dp_shard_size_of_the_world_is_what_happens_anyway(read: ReadLaunch) -> None:
     section = {"parallelism_config": {"parallelism_config_dp_shard_size": 2}}
     assert read({**fsdp2(), **section}).settings == FSDP2Settings()
+
+
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+CPU = {"device": "cpu"}
+OFFLOADED = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+SHIPPED = {
+    "ddp": DDPSettings(),
+    "fsdp2": FSDP2Settings(),
+    "fsdp2_offload": FSDP2Settings(offload_params=True),
+    "fsdp2_two_nodes": FSDP2Settings(),
+    "zero1": ZeROSettings.for_stage(1),
+    "zero2": ZeROSettings.for_stage(2),
+    "zero3": ZeROSettings.for_stage(3),
+    "zero3_offload": ZeROSettings(deepspeed_config={"zero_optimization": OFFLOADED}),
+}
+
+
+def test_every_shipped_file_is_known_here() -> None:
+    assert {path.stem for path in CONFIGS.iterdir()} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_file(read: ReadLaunch, name: str) -> None:
+    launch = read(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
+    assert launch.settings == SHIPPED[name]
+    assert launch.world_size == (16 if name == "fsdp2_two_nodes" else 2)
+    assert launch.defaults == LaunchDefaults()
+    bf16 = read(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), "--mixed_precision", "bf16")
+    assert bf16.settings == replace(SHIPPED[name], mixed_precision="bf16")
 
 
 # Refused
