@@ -5,6 +5,8 @@ Everything that reads the environment is here, or is handed it from here.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import sys
@@ -139,6 +141,16 @@ def start_process_group(launch: Launch, *, on_gpu: bool) -> None:
         dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), **options)
     else:
         dist.init_process_group(**options)
+    if isinstance(launch.settings, ZeROSettings):
+        _start_deepspeed_comm()
+
+
+def _start_deepspeed_comm() -> None:
+    """Make DeepSpeed's own view of the group now: it prints a line about its op, wherever it first comes to it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed
+
+        deepspeed.init_distributed(dist_init_required=False)
 
 
 def prepare_deepspeed(*, on_gpu: bool) -> None:

@@ -16,6 +16,7 @@ from hfpar.accelerator import launcher_reports_deaths
 from hfpar.errors import HfparError
 
 STOPPED = "hfpar: stopped; whole checkpoints are kept, --resume continues from the last one"
+STOPPED_EXIT_CODE = 128 + signal.SIGINT
 _LOST_A_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SAID = "hfpar/said"
 _SECONDS_FOR_RANK_0 = 5.0
@@ -59,14 +60,15 @@ def describe(error: BaseException) -> Ending | None:
     if isinstance(error, HfparError):
         return Ending(error.exit_code, f"hfpar: error: {error}")
     if isinstance(error, KeyboardInterrupt):
-        return Ending(130, STOPPED)
+        return Ending(STOPPED_EXIT_CODE, STOPPED)
     failures = _failures_of_ranks(error)
     if failures:
         known = [ending for ending in map(describe, failures) if ending is not None]
         return min(known, key=lambda ending: ending.is_echo) if known else None
-    if isinstance(error, OSError | RuntimeError) and any(mark in str(error) for mark in _LOST_A_RANK):
-        reason = str(error).splitlines()[0]
-        return Ending(1, f"hfpar: error: another process of this run ended ({reason})", is_echo=True)
+    if isinstance(error, OSError | RuntimeError):
+        for mark in _LOST_A_RANK:
+            if mark in str(error):
+                return Ending(1, f"hfpar: error: another process of this run ended ({mark})", is_echo=True)
     return None
 
 
@@ -83,6 +85,8 @@ def _say(ending: Ending, rank: int) -> None:
             time.sleep(1)  # the launcher looks at who ended first
             return
     elif rank != 0:
+        if ending.exit_code == STOPPED_EXIT_CODE and _store() is None:
+            return  # Ctrl-C reaches every rank, and no launcher ends this one before its time is up
         deadline = time.monotonic() + _SECONDS_FOR_RANK_0
         while time.monotonic() < deadline:
             if _has_been_said():

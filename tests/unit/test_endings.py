@@ -41,7 +41,7 @@ def fail_with(error: BaseException, rank: int = 0) -> int:
         (
             LOST,
             1,
-            "hfpar: error: another process of this run ended ([gloo] Connection closed by peer [127.0.0.1]:1)",
+            "hfpar: error: another process of this run ended (Connection closed by peer)",
         ),
         (RankFailures(KeyboardInterrupt()), 130, STOPPED),
         (RankFailures(LOST, ConfigError("mine")), 2, "hfpar: error: mine"),
@@ -53,7 +53,8 @@ def test_one_line_and_an_exit_code(
     assert fail_with(error) == exit_code
     assert capsys.readouterr().err == line + "\n"
     assert fail_with(error, rank=3) == exit_code
-    assert capsys.readouterr().err == line + " (rank 3)\n"
+    # Ctrl-C reaches every rank: rank 0 is enough.
+    assert capsys.readouterr().err == ("" if exit_code == 130 else line + " (rank 3)\n")
 
 
 def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
