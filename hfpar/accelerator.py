@@ -192,7 +192,7 @@ def clear_stale_locks(root: Path, *, patience: float = 60.0) -> None:
     for lock in root.glob("*/lock"):
         waiting = False
         while _is_unheld(lock):
-            remaining = patience - (time.time() - lock.stat().st_mtime)
+            remaining = patience - (time.time() - _changed_at(lock))
             if remaining <= 0:
                 lock.unlink(missing_ok=True)
                 log.warning("hfpar: removed %s, left over from a build that was killed", lock)
@@ -205,6 +205,13 @@ def clear_stale_locks(root: Path, *, patience: float = 60.0) -> None:
                 )
             waiting = True
             time.sleep(min(remaining, 0.5))
+
+
+def _changed_at(lock: Path) -> float:
+    try:
+        return lock.stat().st_mtime
+    except FileNotFoundError:  # another rank was faster
+        return time.time()
 
 
 def _is_unheld(lock: Path) -> bool:
