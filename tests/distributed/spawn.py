@@ -1,5 +1,6 @@
 """What the tests of training with several processes share: starting them, small models, runs as training makes them."""
 
+import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,6 +43,9 @@ def _work(worker: Worker, function: Callable[..., Any], arguments: tuple[Any, ..
 
     warnings.simplefilter("ignore")
     prepare_deepspeed(on_gpu=False)
+    import hfpar.train.loop  # noqa: F401 - loads nearly everything
+
+    gc.freeze()  # DeepSpeed collects garbage often; what is loaded stays
     worker.join_group()
     quiet_libraries(is_main=worker.rank == 0)
     # As bytes: tensors would otherwise go through shared memory, which ends with this process.
