@@ -29,7 +29,7 @@ def spawn(function: Callable[..., Any], world_size: int, folder: Path, *argument
             world_size,
             (function, arguments),
             folder=folder,
-            timeout=180,
+            timeout=400,
             on_message=results.__setitem__,
         )
     except WorkerError as error:

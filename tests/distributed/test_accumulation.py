@@ -16,6 +16,8 @@ from tests.distributed.spawn import (  # noqa: TID251
     spawn,
 )
 
+pytestmark = pytest.mark.timeout(900)  # one set of processes runs the cells of a whole module
+
 CELLS: dict[str, tuple[int, str, int, int, int]] = {
     # name: (ranks, samples, per_device_train_batch_size, gradient_accumulation_steps, steps)
     "1 x 8 x 1": (1, "eight", 8, 1, 1),

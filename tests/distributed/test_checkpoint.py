@@ -20,6 +20,8 @@ from tests.distributed.spawn import (  # noqa: TID251
     train,
 )
 
+pytestmark = pytest.mark.timeout(900)  # one set of processes runs the cells of a whole module
+
 LORA = {"lora_r": 4, "lora_dropout": 0.25, "modules_to_save": ["norm"]}
 PADDED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 PACKED = {"max_tokens_per_batch": 30, "gradient_accumulation_steps": 2}

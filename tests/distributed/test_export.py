@@ -19,6 +19,8 @@ from tests.distributed.spawn import (  # noqa: TID251
     spawn,
 )
 
+pytestmark = pytest.mark.timeout(900)  # one set of processes runs the cells of a whole module
+
 LORA = {"lora_r": 4, "lora_alpha": 32.0}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "full": {},
