@@ -21,9 +21,10 @@ STOPPED = "hfpar: stopped; whole checkpoints are kept, --resume continues from t
 CASES_PROGRAM = """
 import contextlib, io, json, os, sys, time
 from pathlib import Path
+import peft
 import torch.distributed as dist
 from accelerate import Accelerator
-from hfpar.train import endings, run
+from hfpar.train import checkpoint, data, endings, export, loop, model, optim, run, summary, trackers
 
 cases = json.loads(Path(sys.argv[1]).read_text())
 endings._leave = lambda exit_code: exit_code
@@ -107,7 +108,10 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
         "missing data": {"flags": ["--dataset", "nowhere.jsonl"], "line": "nowhere.jsonl: no such file"},
         "empty data": {"flags": ["--dataset", str(empty)], "line": ".*empty.jsonl"},
         "broken line": {"flags": ["--dataset", str(broken_line)], "line": ".*broken.jsonl.*line 9"},
-        "no labels": {"flags": ["--dataset", str(unlabelled)], "line": ".*label"},
+        "no labels": {
+            "flags": ["--dataset", str(unlabelled)],
+            "line": "none of the 4 rows can be trained on: .* 4 have nothing to learn",
+        },
         "all too long": {"flags": ["--max_length", "3"], "line": ".*max_length"},
         "one sample": {"flags": ["--dataset", str(one)], "line": "dataset: 1 usable samples for 2 "},
         "max_steps": {"flags": ["--max_steps", "0"], "line": "max_steps: 0; "},
