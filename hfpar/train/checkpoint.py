@@ -98,7 +98,7 @@ class RunFolder:
     """The folder of one run, locked against a second one until `release`. All ranks make it together.
 
     Making it only checks; nothing in the folder changes before `claim`, so that a run that is refused later
-    (a misspelt LoRA target, say) leaves no trace.
+    (a misspelt LoRA target, say) leaves at most an empty folder.
     """
 
     def __init__(self, config: SFTConfig, layout: Layout) -> None:

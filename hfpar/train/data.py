@@ -12,7 +12,7 @@ from hfpar.data.loader import StepLoader
 from hfpar.data.packing import pack
 from hfpar.data.sources import load_conversations
 from hfpar.data.stream import Sample, TokenStream, build_stream
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, DataError
 from hfpar.parallel.layout import Layout
 
 
@@ -39,7 +39,7 @@ def read_data(config: SFTConfig, tokenizer: Any, layout: Layout, *, max_position
         ConfigError: fewer samples than ranks, or samples longer than the model's positions.
     """
     assert config.dataset is not None
-    samples, report = tokenize_rows(load_conversations(config.dataset), tokenizer, config.max_length)
+    samples, report = _read("dataset", config.dataset, tokenizer, config.max_length)
     if len(samples) < layout.dp_size:
         raise ConfigError(
             f"dataset: {len(samples)} usable samples for {layout.dp_size} data-parallel ranks; "
@@ -53,8 +53,17 @@ def read_data(config: SFTConfig, tokenizer: Any, layout: Layout, *, max_position
         )
     eval_samples: list[Sample] = []
     if config.eval_dataset is not None:
-        eval_samples, _ = tokenize_rows(load_conversations(config.eval_dataset), tokenizer, config.max_length)
+        eval_samples, _ = _read("eval_dataset", config.eval_dataset, tokenizer, config.max_length)
     return RunData(samples, report, eval_samples)
+
+
+def _read(
+    key: str, paths: str | list[str], tokenizer: Any, max_length: int
+) -> tuple[list[Sample], TokenizeReport]:
+    try:
+        return tokenize_rows(load_conversations(paths), tokenizer, max_length)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
 
 
 def make_loader(

@@ -82,7 +82,7 @@ def make_optimizer(parameters: list[tuple[str, nn.Parameter]], config: SFTConfig
 
 
 def is_decayed(parameter_name: str) -> bool:
-    """Whether weight decay applies: not to biases and attention sinks, nor to norms (by name: shards have lost their shape)."""
+    """Whether weight decay applies: not to biases, sinks and norms (by name: a shard has lost its shape)."""
     *owners, kind = parameter_name.lower().split(".")
     if kind.endswith("bias") or kind == "sinks":
         return False

@@ -78,17 +78,11 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
         HfparError: anything that the user can mend, before weights load wherever it can be known by then.
     """
     config = settle(config, launch.defaults)
-    assert config.output_dir is not None
-
-    import torch
 
     from hfpar import accelerator as accelerate_launch
     from hfpar.engine.build import build_engine
     from hfpar.parallel.layout import Layout
-    from hfpar.train import checkpoint, data, export, loop, model, optim, probe, summary, trackers
-    from hfpar.train.demo_assets import DemoAssets
-    from hfpar.train.plots import plot_loss
-    from hfpar.train.progress import METRICS_FILE
+    from hfpar.train import checkpoint, data, export, inputs, loop, model, optim, summary, trackers
     from hfpar.train.quiet import quiet_libraries
 
     quiet_libraries(launch.is_main)
@@ -97,25 +91,10 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     )
     device = accelerate_launch.device_of(accelerator)
     layout = Layout(rank=launch.rank, world_size=launch.world_size)
-    torch.manual_seed(config.seed)
 
-    if config.model_name_or_path is None:
-        assets = DemoAssets.beside(Path(config.output_dir))
-        checkpoint.on_main(layout, assets.build)
-        config = replace(
-            config,
-            model_name_or_path=str(assets.model),
-            dataset=str(assets.train_data),
-            eval_dataset=str(assets.eval_data),
-        )
-
-    assert config.model_name_or_path is not None
+    config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
-    checkpoint.on_main(layout, lambda: model.download(config))
-    source = model.find_model(config)
-    note = probe.check_family(source.config, trust_remote_code=config.trust_remote_code)
-    if note and launch.is_main:
-        print(f"note: {note}")
+    source = inputs.find_checked_model(config, layout)
     run_data = data.read_data(config, source.tokenizer, layout, max_positions=source.max_positions)
     loader = data.make_loader(config, run_data.samples, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, steps_per_epoch=loader.num_steps(0), layout=layout)
@@ -146,9 +125,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     summary.show(config, launch, layout, engine, loader, schedule, run_data, trainer.position)
     trainer.train(trackers.start(accelerator, config))
     export.export_model(engine, source.tokenizer, folder.path, layout)
-    if launch.is_main:
-        plot_loss(folder.path / METRICS_FILE, folder.path / "loss.png")
-        print(f"Finished: model, metrics.jsonl and loss.png are in {folder.path}")
+    summary.finish(folder.path, layout)
     folder.release()
     engine.close()
     accelerator.end_training()  # closes the trackers and the process group

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from hfpar.accelerator import Launch
@@ -13,7 +15,8 @@ from hfpar.train.checkpoint import TrainerState
 from hfpar.train.data import RunData
 from hfpar.train.loop import Schedule, peak_memory_bytes
 from hfpar.train.loss import unwrap_peft
-from hfpar.train.progress import format_bytes, format_count, print_summary
+from hfpar.train.plots import plot_loss
+from hfpar.train.progress import METRICS_FILE, format_bytes, format_count, print_summary
 
 
 def show(
@@ -64,3 +67,11 @@ def show(
 
 def _base(engine: Engine) -> torch.nn.Module:
     return unwrap_peft(engine.module)
+
+
+def finish(output_dir: Path, layout: Layout) -> None:
+    """Draw the loss curve and say where everything is. Rank 0."""
+    if layout.rank != 0:
+        return
+    plot_loss(output_dir / METRICS_FILE, output_dir / "loss.png")
+    print(f"Finished: model, metrics.jsonl and loss.png are in {output_dir}")

@@ -1,0 +1,41 @@
+"""The model of a run, found and checked before its weights load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hfpar.config.schema import SFTConfig
+from hfpar.parallel.layout import Layout
+from hfpar.train.checkpoint import on_main
+from hfpar.train.demo_assets import DemoAssets
+from hfpar.train.model import ModelSource, download, find_model
+from hfpar.train.probe import check_family
+
+
+def with_demo_assets(config: SFTConfig, layout: Layout) -> SFTConfig:
+    """The config with the demo's model and data, built on rank 0, where it names none."""
+    if config.model_name_or_path is not None:
+        return config
+    assets = DemoAssets.beside(Path(str(config.output_dir)))
+    on_main(layout, assets.build)
+    return replace(
+        config,
+        model_name_or_path=str(assets.model),
+        dataset=str(assets.train_data),
+        eval_dataset=str(assets.eval_data),
+    )
+
+
+def find_checked_model(config: SFTConfig, layout: Layout) -> ModelSource:
+    """Everything about the model but its weights, of a family that hfpar is known to compute right.
+
+    Raises:
+        ConfigError: no such model, no tokenizer, or a family that comes out wrong.
+    """
+    on_main(layout, lambda: download(config))
+    source = find_model(config)
+    note = check_family(source.config, trust_remote_code=config.trust_remote_code)
+    if note and layout.rank == 0:
+        print(f"note: {note}")
+    return source
