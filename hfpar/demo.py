@@ -51,9 +51,13 @@ def main(argv: Sequence[str]) -> int:
     if not Path("sft/train.py").is_file():
         raise ConfigError("hfpar demo: sft/train.py isn't here; call it in the folder of a clone of hfpar")
 
+    import torch
+
     from hfpar.train.demo_assets import DemoAssets
     from hfpar.train.quiet import quiet_libraries
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, says that it found no GPU
     quiet_libraries(is_main=True)
     output_dir = Path(arguments.output_dir)
     assets = DemoAssets.beside(output_dir)

@@ -61,15 +61,13 @@ def plan_epoch(
     """
     if (per_device_train_batch_size is None) == (max_tokens_per_batch is None):
         raise ValueError("exactly one of per_device_train_batch_size and max_tokens_per_batch must be set")
-    rng = random.Random(f"{seed}:{epoch}")
-    order = list(range(len(lengths)))
-    rng.shuffle(order)
+    order = _epoch_order(len(lengths), seed, epoch)
     if max_tokens_per_batch is None:
         items = [[index] for index in order]
     else:
         packs = pack([lengths[index] for index in order], max_tokens_per_batch)
         items = [[order[position] for position in group] for group in packs]
-        rng.shuffle(items)
+        random.Random(f"packs:{seed}:{epoch}").shuffle(items)
     items_per_slot = per_device_train_batch_size or 1
     global_batch = dp_size * gradient_accumulation_steps * items_per_slot
     steps = [
@@ -77,6 +75,12 @@ def plan_epoch(
         for begin in range(0, len(items), global_batch)
     ]
     return BatchPlan(steps)
+
+
+def _epoch_order(num_samples: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_samples))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
 
 
 def _deal_step(
@@ -193,12 +197,20 @@ class StepLoader:
 
     @property
     def padding_saved(self) -> float:
-        """Share of a padded layout's tokens that would be padding, in the current epoch's micro-batches."""
-        padded = 0
-        for step in self.plan(self.epoch).steps:
-            for micro_batch in step:
-                for indices in micro_batch:
-                    padded += len(indices) * max((self._lengths[index] for index in indices), default=0)
+        """Share of tokens that would be padding if the current epoch's micro-batches were padded.
+
+        Packs are compared with padded batches of as many samples, drawn in the same random order: packs
+        themselves put samples of like length together.
+        """
+        plan = self.plan(self.epoch)
+        batches = [
+            indices for step in plan.steps for micro_batch in step for indices in micro_batch if indices
+        ]
+        if self.max_tokens_per_batch is not None:
+            order = _epoch_order(len(self.samples), self.seed, self.epoch)
+            size = max(1, round(len(order) / len(batches)))
+            batches = [order[start : start + size] for start in range(0, len(order), size)]
+        padded = sum(len(indices) * max(self._lengths[index] for index in indices) for indices in batches)
         return 1.0 - sum(self._lengths) / padded if padded else 0.0
 
     def _stream(self, indices: list[int]) -> TokenStream:

@@ -48,6 +48,9 @@ def export_model(
             options = {"save_embedding_layers": False} if is_peft else {"max_shard_size": max_shard_size}
             module.save_pretrained(partial, state_dict=weights, **options)
             tokenizer.save_pretrained(partial)
+            mode = (partial / ("adapter_config.json" if is_peft else "config.json")).stat().st_mode
+            for _, path in files_in(partial):
+                path.chmod(mode)  # safetensors files come readable by their owner alone
             _publish(partial, output_dir)
 
     on_main(layout, write)

@@ -16,7 +16,6 @@ def quiet_libraries(is_main: bool) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*barrier.*device.*")
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # its successor isn't in torch 2.9 yet
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # its new name isn't in older torch
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed|transformers|peft")
     if not is_main:
         warnings.filterwarnings("ignore")

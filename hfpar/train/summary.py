@@ -56,7 +56,7 @@ def show(
             f"{format_count(report.num_tokens)}, of them {format_count(report.num_label_tokens)} labels",
         ),
         ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} ranks"),
-        ("padding removed", f"{100 * loader.padding_saved:.0f} % of a padded layout's tokens"),
+        ("padding saved", f"{100 * loader.padding_saved:.0f} % of what padded batches would compute"),
         ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} an epoch), from {position.step}"),
         ("memory", f"{format_bytes(memory)} on the fullest rank, before the first step"),
         ("run folder", str(config.output_dir)),
