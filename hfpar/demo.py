@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     from hfpar.train.quiet import quiet_libraries
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, says that it found no GPU
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # or DeepSpeed, where installed, says that it found no GPU
     quiet_libraries(is_main=True)
     output_dir = Path(arguments.output_dir)
     assets = DemoAssets.beside(output_dir)
@@ -137,7 +139,5 @@ def _report(
         console.print(f"  {text.strip()}", markup=False, soft_wrap=True)
     console.print(f"\nModel, tokenizer, checkpoint   {output_dir}", soft_wrap=True)
     console.print(f"Loss curve                     {output_dir / 'loss.png'}", soft_wrap=True)
-    console.print(
-        f"Figures of every step          {output_dir / METRICS_FILE}", soft_wrap=True
-    )
+    console.print(f"Figures of every step          {output_dir / METRICS_FILE}", soft_wrap=True)
     console.print(f"Untrained model, data          {assets}", soft_wrap=True)

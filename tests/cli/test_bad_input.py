@@ -105,7 +105,10 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
             "environment": {**fsdp, "FSDP_TRANSFORMER_CLS_TO_WRAP": ""},
             "line": "model_name_or_path: ",
         },
-        "missing data": {"flags": ["--dataset", "nowhere.jsonl"], "line": "dataset: nowhere.jsonl: no such file"},
+        "missing data": {
+            "flags": ["--dataset", "nowhere.jsonl"],
+            "line": "dataset: nowhere.jsonl: no such file",
+        },
         "empty data": {"flags": ["--dataset", str(empty)], "line": ".*empty.jsonl"},
         "broken line": {"flags": ["--dataset", str(broken_line)], "line": ".*broken.jsonl.*line 9"},
         "no labels": {
