@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -170,3 +171,18 @@ def test_generation_with_padding_equals_transformers_own():
     own = model.generate(input_ids, **options)
     model.set_attn_implementation(interface.interface_name("auto"))
     assert torch.equal(model.generate(input_ids, **options), own)
+
+
+def test_a_flash_attn_built_for_another_torch_counts_as_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn").mkdir()
+    broken = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')\n"
+    (tmp_path / "flash_attn" / "__init__.py").write_text(broken)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    varlen.flash_attn_installed.cache_clear()
+    try:
+        assert varlen.flash_attn_installed() is False
+        query, key, value = _tensors()
+        assert varlen.best_kernel(query, value, Scores(0.3)) is varlen.sdpa
+    finally:
+        varlen.flash_attn_installed.cache_clear()
