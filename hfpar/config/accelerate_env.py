@@ -160,7 +160,7 @@ _FSDP_VALUES = (
     (
         "FSDP_MIN_NUM_PARAMS",
         "fsdp_min_num_params",
-        ("100000000", "0"),
+        ("100000000", "100000000.0", "0"),
         "remove it (layers are wrapped by class)",
     ),
     (
