@@ -60,13 +60,12 @@ def add_lora(
     return peft_model
 
 
-def initialize_adapters(model: nn.Module, seed: int, *, gaussian_b: bool = False) -> None:
+def initialize_adapters(model: nn.Module, seed: int) -> None:
     """Set every adapter's values from the seed, in module order; those on the meta device become real.
 
     Args:
         model: a PEFT model.
         seed: of the values.
-        gaussian_b: also draw B, which training starts at zero; then gradients of A aren't zero either.
     """
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -75,10 +74,8 @@ def initialize_adapters(model: nn.Module, seed: int, *, gaussian_b: bool = False
             continue
         for container_name in module.adapter_layer_names:  # type: ignore[union-attr]
             _make_real(getattr(module, container_name))
-        for adapter_name in module.lora_A:  # type: ignore[union-attr]
+        for adapter_name in (*module.lora_A, *module.lora_embedding_A):  # type: ignore[misc]
             module.reset_lora_parameters(adapter_name, init_lora_weights=True)  # type: ignore[operator]
-            if gaussian_b:
-                nn.init.normal_(module.lora_B[adapter_name].weight, std=0.02)  # type: ignore[index, union-attr]
     torch.random.set_rng_state(generator_state)
 
 
