@@ -142,7 +142,9 @@ def head_cross_entropy(
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    loss: Tensor = _HeadCrossEntropy.apply(hidden, weight, bias, targets, transform, chunk_elements, dtype)
+    loss: Tensor = _HeadCrossEntropy.apply(
+        hidden, weight, bias, targets, transform, chunk_elements, dtype, torch.is_grad_enabled()
+    )
     return loss
 
 
@@ -157,8 +159,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
         chunk_elements: int,
         dtype: torch.dtype,
+        grad_enabled: bool,
     ) -> Tensor:
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # In here gradients are off anyway, and under no_grad a weight still says that it needs one.
+        need_hidden, need_weight, need_bias = (grad_enabled and need for need in ctx.needs_input_grad[:3])
         needs_gradient = need_hidden or need_weight or need_bias
         chunk = max(1, chunk_elements // weight.shape[0])
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -198,7 +202,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_output).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from hfpar.errors import ConfigError
+from hfpar.train import loss as loss_module
 from hfpar.train.loss import LogitTransform, head_cross_entropy, install, module_cross_entropy
 
 VOCAB, HIDDEN, TOKENS = 37, 16, 23
@@ -54,6 +55,16 @@ def test_frozen_weight_gets_no_gradient_and_hidden_the_same_one():
     _plain(other, weight, None, targets, LogitTransform()).backward()
     assert frozen.grad is None
     torch.testing.assert_close(hidden.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_makes_no_gradient(monkeypatch):
+    monkeypatch.setattr(loss_module, "_add_product", None)  # would be called for the weight's
+    hidden, weight, bias, targets = _inputs(True)
+    with torch.no_grad():
+        loss = head_cross_entropy(hidden, weight, bias, targets)
+    torch.testing.assert_close(
+        loss, _plain(hidden, weight, bias, targets, LogitTransform()).float(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_no_label_tokens_give_zero_and_zero_gradients():
