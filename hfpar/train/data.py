@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from hfpar.config.schema import SFTConfig
 from hfpar.data.chat import TokenizeReport, tokenize_rows
 from hfpar.data.loader import StepLoader
@@ -25,18 +27,20 @@ class RunData:
     eval_samples: list[Sample]
 
 
-def read_data(config: SFTConfig, tokenizer: Any, layout: Layout, *, max_positions: int | None) -> RunData:
+def read_data(
+    config: SFTConfig, tokenizer: Any, layout: Layout, *, model_config: PretrainedConfig
+) -> RunData:
     """Read, tokenize and label the data.
 
     Args:
         config: names the files.
         tokenizer: with its chat template.
         layout: for the number of data-parallel ranks, each of which needs a sample.
-        max_positions: the longest document that the model has positions for; None: no bound.
+        model_config: the model's, which bounds lengths and token ids.
 
     Raises:
         DataError: nothing usable in the files; the message names the line.
-        ConfigError: fewer samples than ranks, or samples longer than the model's positions.
+        ConfigError: fewer samples than ranks, or samples that don't fit the model.
     """
     assert config.dataset is not None
     samples, report = _read("dataset", config.dataset, tokenizer, config.max_length)
@@ -45,16 +49,55 @@ def read_data(config: SFTConfig, tokenizer: Any, layout: Layout, *, max_position
             f"dataset: {len(samples)} usable samples for {layout.dp_size} data-parallel ranks; "
             f"use --num_processes {len(samples)} or fewer"
         )
-    longest = max(len(sample.input_ids) for sample in samples)
-    if max_positions is not None and longest > max_positions:
-        raise ConfigError(
-            f"max_length: a sample has {longest} tokens, but the model has {max_positions} positions; "
-            f"set max_length to {max_positions} or less"
-        )
+    check_fit("dataset", samples, model_config)
     eval_samples: list[Sample] = []
     if config.eval_dataset is not None:
         eval_samples, _ = _read("eval_dataset", config.eval_dataset, tokenizer, config.max_length)
+        check_fit("eval_dataset", eval_samples, model_config)
     return RunData(samples, report, eval_samples)
+
+
+def check_fit(key: str, samples: Sequence[Sample], model_config: PretrainedConfig) -> None:
+    """Refuse samples that the model can't take, or not the same in every batch.
+
+    Raises:
+        ConfigError: more tokens than positions, token ids that the model has no embedding for, or lengths on
+            both sides of where longrope changes its factors.
+    """
+    text_config = model_config.get_text_config()
+    lengths = [len(sample.input_ids) for sample in samples]
+    max_positions = getattr(text_config, "max_position_embeddings", None)
+    if max_positions is not None and max(lengths) > max_positions:
+        raise ConfigError(
+            f"max_length: a sample of {key} has {max(lengths)} tokens, but the model has {max_positions} "
+            f"positions; set max_length to {max_positions} or less"
+        )
+    vocab_size = getattr(text_config, "vocab_size", None)
+    largest = max(max(sample.input_ids) for sample in samples)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ConfigError(
+            f"model_name_or_path: its tokenizer makes token {largest} of {key}, but the model has {vocab_size} "
+            "tokens; use the model's own tokenizer, or resize the model's embeddings first"
+        )
+    # Transformers gives a whole call the factors of its longest document: batches would decide a short one's.
+    short = _longest_short_of_longrope(text_config)
+    if short is not None and min(lengths) <= short < max(lengths):
+        raise ConfigError(
+            f"max_length: {key} has samples of {min(lengths)} and of {max(lengths)} tokens, but the model's longrope "
+            f"computes those up to {short} in another way, and a batch in one way; set max_length to {short} or less"
+        )
+
+
+def _longest_short_of_longrope(text_config: Any) -> int | None:
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [
+        rope,
+        *(value for value in rope.values() if isinstance(value, dict)),
+    ]  # one dict, or one a layer type
+    bounds = [
+        kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
+    return min(bounds, default=None)
 
 
 def _read(

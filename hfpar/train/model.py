@@ -24,11 +24,6 @@ class ModelSource:
     tokenizer: Any
 
     @property
-    def max_positions(self) -> int | None:
-        """The longest document the model has positions for."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
     def pad_token_id(self) -> int:
         """What padding is made of before it is removed again; any token would do."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0

@@ -95,7 +95,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
     source = inputs.find_checked_model(config, layout)
-    run_data = data.read_data(config, source.tokenizer, layout, max_positions=source.max_positions)
+    run_data = data.read_data(config, source.tokenizer, layout, model_config=source.config)
     loader = data.make_loader(config, run_data.samples, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, steps_per_epoch=loader.num_steps(0), layout=layout)
     folder = checkpoint.RunFolder(config, layout)
