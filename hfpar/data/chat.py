@@ -123,6 +123,7 @@ def _as_text(row: Row, tokenizer: PreTrainedTokenizerBase, number: int) -> _Text
         messages, num_prompt = _messages(row)
         return _render_growing(messages, num_prompt, row.get("tools"), tokenizer, number)
     text = row["text"] if "text" in row else row["prompt"] + row["completion"]
+    _check_characters(text, number)
     begin = 0 if "text" in row else len(row["prompt"])
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     return _Text(
@@ -166,7 +167,16 @@ def _render(
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(f"row {number}: the chat template cannot render it: {_one_line(error)}") from error
+    _check_characters(text, number)
     return text
+
+
+def _check_characters(text: str, number: int) -> None:
+    """JSON can name half of a surrogate pair, which is no character: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"row {number}: {text[error.start]!r} is half of a character") from error
 
 
 def _render_growing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def load_conversations(paths: str | list[str]) -> list[Row]:
 
 
 def _load(path: str) -> Iterator[Row]:
+    path = os.path.expanduser(path)
     suffix = Path(path).suffix.lower()
     if suffix in _JSON_LINES:
         return _checked(path, "line", _read_json_lines(path))
@@ -83,6 +85,8 @@ def _parse_line(path: str, number: int, line: bytes) -> Any:
         raise DataError(
             f"{path}, line {number}: not valid JSON: {error.msg} at column {error.colno}"
         ) from error
+    except RecursionError as error:
+        raise DataError(f"{path}, line {number}: JSON nested too deeply to be read") from error
 
 
 def _read_with_datasets(path: str, builder: str) -> Iterator[tuple[int, Any]]:

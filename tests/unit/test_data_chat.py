@@ -131,6 +131,19 @@ def test_row_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBa
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "a"}]},
+        {"text": "\ud83d"},
+        {"prompt": "a", "completion": "\ud83d"},
+    ],
+)
+def test_half_a_character_is_refused(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"row 2: '\\ud83d' is half of a character"):
+        tokenize_rows([{"text": "fine"}, row], tokenizer, 1000)
+
+
 def test_assistant_first_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="row 1: it starts with the assistant's message"):
         one({"messages": [ASSISTANT, USER]}, tokenizer)

@@ -49,6 +49,7 @@ def test_blank_lines_and_byte_order_mark_are_skipped(tmp_path: Path) -> None:
     [
         ('{"text": "x"', "not valid JSON: Expecting ',' delimiter at column 13"),
         (b'{"text": "\xff"}', "not UTF-8 (byte 11 of the line)"),
+        ('{"text": ' + "[" * 100_000, "JSON nested too deeply to be read"),
         ("[1, 2]", "list where an object is needed"),
         ("3", "int where an object is needed"),
         ('{"question": "a", "answer": "b"}', 'needs "messages", or "prompt" and "completion", or "text"; '),
