@@ -55,6 +55,7 @@ def validate(config: SFTConfig) -> None:
     """
     _check_numbers(config)
     _check_text(config)
+    _check_lora(config)
     _check_batches(config)
     _check_schedule(config)
     _check_trackers(config.report_to)
@@ -116,6 +117,20 @@ def _check_text(config: SFTConfig) -> None:
         raise ConfigError(
             f"lora_target_modules: {show(targets)}; all-linear stands alone, and includes the others"
         )
+
+
+def _check_lora(config: SFTConfig) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if (
+            not config.lora_r
+            and field.name.startswith(("lora_", "modules_to_save"))
+            and value != field.default
+        ):
+            raise ConfigError(
+                f"{field.name}: {show(value)} without lora_r, so that all weights would be trained; set lora_r, "
+                f"or leave {field.name} out"
+            )
 
 
 def _check_batches(config: SFTConfig) -> None:

@@ -72,13 +72,13 @@ def test_whole_number_for_a_float_setting_becomes_a_float(tmp_path):
             SFTConfig(dataset=["a.jsonl", "b.jsonl"], seed=1),
         ),
         (["--dataset", "[a.jsonl, b.jsonl]"], SFTConfig(dataset=["a.jsonl", "b.jsonl"])),
-        (["--modules_to_save", "lm_head"], SFTConfig(modules_to_save=["lm_head"])),
+        (["--lora_r", "8", "--modules_to_save", "lm_head"], SFTConfig(lora_r=8, modules_to_save=["lm_head"])),
         (["--modules_to_save", "null"], SFTConfig()),
         (["--report_to", "wandb", "tensorboard"], SFTConfig(report_to=["wandb", "tensorboard"])),
         (["--run_name", "123"], SFTConfig(run_name="123")),
         (["--run_name=--odd"], SFTConfig(run_name="--odd")),
         (["--max_grad_norm", "0"], SFTConfig(max_grad_norm=0.0)),
-        (["--lora_alpha", "32"], SFTConfig(lora_alpha=32.0)),
+        (["--lora_r", "8", "--lora_alpha", "32"], SFTConfig(lora_r=8, lora_alpha=32.0)),
     ],
 )
 def test_flags(argv, expected):
@@ -197,7 +197,9 @@ def round_trip(config: SFTConfig, folder: Path) -> SFTConfig:
 
 @pytest.mark.parametrize("text", AWKWARD_TEXTS)
 def test_dump_keeps_any_text(tmp_path, text):
-    config = SFTConfig(run_name=text, dataset=text, eval_dataset=[text, "b"], modules_to_save=[text])
+    config = SFTConfig(
+        lora_r=1, run_name=text, dataset=text, eval_dataset=[text, "b"], modules_to_save=[text]
+    )
     assert round_trip(config, tmp_path) == config
 
 

@@ -15,8 +15,8 @@ FLOATS = [name for name, value in vars(SFTConfig(max_grad_norm=1.0)).items() if 
     "settings",
     [
         {},
-        {"lora_alpha": 32.0},
-        {"modules_to_save": ["lm_head"]},
+        {"lora_r": 8, "lora_alpha": 32.0},
+        {"lora_r": 8, "modules_to_save": ["lm_head"]},
         {"max_steps": 1},
         {"max_steps": -1},
         {"warmup_ratio": 1.0},
@@ -113,6 +113,16 @@ def test_no_number_may_be_nan_or_infinite(name, number):
         (
             {"lora_target_modules": ["all-linear", "q_proj"]},
             "lora_target_modules: [all-linear, q_proj]; all-linear stands alone, and includes the others",
+        ),
+        (
+            {"lora_alpha": 32.0},
+            "lora_alpha: 32.0 without lora_r, so that all weights would be trained; set lora_r, or leave "
+            "lora_alpha out",
+        ),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save: [lm_head] without lora_r, so that all weights would be trained; set lora_r, or "
+            "leave modules_to_save out",
         ),
         (
             {"report_to": "wandbb"},
