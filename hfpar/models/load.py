@@ -74,7 +74,7 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remo
         ) from error
     if chat_template is not None:
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"chat_template: {chat_template} can't be read: {_first_line(error)}"

@@ -114,6 +114,11 @@ class RunFolder:
         on_main(layout, self._check)
 
     def _check(self) -> None:
+        if self.path.resolve() == Path(str(self.config.model_name_or_path)).expanduser().resolve():
+            raise ConfigError(
+                f"output_dir: {self.path} is model_name_or_path, too; the model would be deleted or taken for the "
+                "run's: use another --output_dir"
+            )
         self._make()
         self._lock()
         if all(child.name.startswith(".") for child in self.path.iterdir()):

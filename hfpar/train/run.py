@@ -63,8 +63,7 @@ def settle(config: SFTConfig, defaults: LaunchDefaults) -> SFTConfig:
         chosen[name] = flag if flag is not None else file if file is not None else fallback
     if config.max_tokens_per_batch is None and config.per_device_train_batch_size is None:
         chosen["per_device_train_batch_size"] = 8
-    if config.output_dir is None:
-        chosen["output_dir"] = "runs/sft"
+    chosen["output_dir"] = str(Path(config.output_dir or "runs/sft").expanduser())
     return replace(config, **chosen)  # type: ignore[arg-type]
 
 

@@ -123,6 +123,10 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
             "line": "output_dir: .* can't be written ",
         },
         "not a run": {"flags": ["--output_dir", str(files)], "line": "output_dir: .* isn't a run of hfpar"},
+        "the model's folder": {
+            "flags": ["--output_dir", str(inputs.model), "--overwrite"],
+            "line": "output_dir: .* is model_name_or_path, too",
+        },
         "template": {"flags": ["--chat_template", "no.jinja"], "line": "chat_template: "},
         "LoRA target": {
             "flags": ["--lora_r", "4", "--lora_target_modules", "q_porj"],
