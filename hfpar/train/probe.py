@@ -7,7 +7,6 @@ packed by hfpar and one document at a time by Transformers, and the gradients ar
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -40,24 +39,23 @@ def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -
     Raises:
         ConfigError: they don't agree.
     """
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    try:
-        plain, expected = _plain_gradients(config, trust_remote_code)
-    except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
-        if _keeps_a_state(config):
-            raise ConfigError(
-                f"model_name_or_path: {config.model_type} carries a state from token to token, which would run on "
-                "from one packed document into the next; hfpar can't train it"
-            ) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return (
-            f"{config.model_type} couldn't be checked on a tiny copy ({reason}); compare a step with your own "
-            "code before you trust it"
-        )
-    finally:
-        torch.random.set_rng_state(state)
-    difference = _relative_difference(_packed_gradients(plain, config), expected)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            state_dict, expected = _plain_gradients(config, trust_remote_code)
+        except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
+            if _keeps_a_state(config):
+                raise ConfigError(
+                    f"model_name_or_path: {config.model_type} carries a state from token to token, which would run "
+                    "on from one packed document into the next; hfpar can't train it"
+                ) from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return (
+                f"{config.model_type} couldn't be checked on a tiny copy ({reason}); compare a step with your own "
+                "code before you trust it"
+            )
+        packed = _packed_gradients(state_dict, config, trust_remote_code)
+    difference = _relative_difference(packed, expected)
     if not difference < TOLERANCE:
         raise ConfigError(
             f"model_name_or_path: {config.model_type} comes out wrong when documents are packed (gradients of a "
@@ -78,34 +76,47 @@ def _documents(vocab_size: int) -> list[Sample]:
     return [Sample(tokens, [loss.IGNORE_INDEX] * 3 + tokens[3:]) for tokens in drawn]
 
 
-def _plain_gradients(config: PretrainedConfig, trust_remote_code: bool) -> tuple[Any, list[Tensor]]:
-    model = AutoModelForCausalLM.from_config(
+def _tiny_copy(config: PretrainedConfig, attn_implementation: str, trust_remote_code: bool) -> Any:
+    return AutoModelForCausalLM.from_config(
         shrink_config(config),
         dtype=torch.float32,
-        attn_implementation="eager",
+        attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _plain_gradients(
+    config: PretrainedConfig, trust_remote_code: bool
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    model = _tiny_copy(config, "eager", trust_remote_code)
     for parameter in model.parameters():  # norms and sinks start equal: make every value count
         parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
-    pristine = copy.deepcopy(model)
     for sample in _documents(model.config.vocab_size):
         input_ids, labels = torch.tensor([sample.input_ids]), torch.tensor([sample.labels])
         logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
         nn.functional.cross_entropy(logits[0], labels[0, 1:], reduction="sum").backward()
-    return pristine, [_gradient(parameter) for parameter in model.parameters()]
+    return model.state_dict(), [_gradient(parameter) for parameter in model.parameters()]
 
 
-def _packed_gradients(model: Any, config: PretrainedConfig) -> list[Tensor]:
+def _packed_gradients(
+    state_dict: dict[str, Tensor], config: PretrainedConfig, trust_remote_code: bool
+) -> list[Tensor]:
+    """Of a copy that is made as the user's model will be: a family can ignore a later change of its attention."""
     interface.register()
-    stream = build_stream(_documents(model.config.vocab_size))
+    name = interface.interface_name("auto")
     try:
-        model.set_attn_implementation(interface.interface_name("auto"))
+        model = _tiny_copy(config, name, trust_remote_code)
+        model.load_state_dict(state_dict)
         loss.install(model)
+        stream = build_stream(_documents(model.config.vocab_size))
         model(**model_inputs(stream, torch.device("cpu"))).backward()
     except ConfigError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, KeyError) and error.args == (name,):
+            reason = "its attention doesn't go through Transformers' AttentionInterface"
+        else:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model_name_or_path: {config.model_type} doesn't take packed documents: {reason}"
         ) from error

@@ -47,7 +47,20 @@ def test_states_that_run_on_between_documents_are_refused(name):
 
 @pytest.mark.parametrize("name", ["BloomConfig", "MptConfig", "StableLmConfig"])
 def test_attention_that_does_not_hear_of_documents_is_refused(name):
-    with pytest.raises(ConfigError, match="comes out wrong when documents are packed"):
+    with pytest.raises(ConfigError, match="comes out wrong when|doesn't take packed documents"):
+        check_family(getattr(transformers, name)())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FalconConfig", "doesn't take packed documents: its attention"),
+        ("GPTNeoConfig", "doesn't take packed documents: its attention"),
+        ("GPTNeoXJapaneseConfig", "comes out wrong when documents are packed"),
+    ],
+)
+def test_attention_that_keeps_what_it_was_built_with_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
         check_family(getattr(transformers, name)())
 
 
