@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
 from hfpar.errors import ConfigError
@@ -57,6 +64,10 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Pretr
         raise ConfigError(f"model_name_or_path: {folder}: {_first_line(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise ConfigError(f"model_name_or_path: {folder}: {config.model_type} isn't a causal language model")
+    if type(config) in AutoModelForSeq2SeqLM._model_mapping:
+        raise ConfigError(
+            f"model_name_or_path: {folder}: {config.model_type} is an encoder-decoder; use a decoder-only model"
+        )
     return config
 
 

@@ -54,7 +54,7 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
         ConfigError: a model of more than text.
     """
     values = copy.deepcopy(config.to_dict())
-    if isinstance(values.get("text_config"), dict):
+    if any(isinstance(values.get(f"{kind}_config"), dict) for kind in ("text", "vision", "audio")):
         raise ConfigError(
             f"model_name_or_path: {config.model_type} is more than a text model; give the folder of a text-only one"
         )

@@ -5,6 +5,7 @@ import transformers
 from transformers import LlamaConfig
 
 from hfpar.errors import ConfigError
+from hfpar.models.load import load_model_config
 from hfpar.train import loss
 from hfpar.train.probe import check_family
 
@@ -64,8 +65,15 @@ def test_attention_that_keeps_what_it_was_built_with_is_refused(name, message):
         check_family(getattr(transformers, name)())
 
 
-def test_a_family_that_cannot_be_shrunk_is_said_aloud_and_not_refused():
-    line = check_family(transformers.Gemma3Config())
+def test_encoder_decoders_are_refused(tmp_path):
+    transformers.BartConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="bart is an encoder-decoder"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Gemma3Config", "Phi4MultimodalConfig"])
+def test_a_family_that_cannot_be_shrunk_is_said_aloud_and_not_refused(name):
+    line = check_family(getattr(transformers, name)())
     assert line is not None and "couldn't be checked" in line
 
 
