@@ -15,6 +15,7 @@ from hfpar.config.engine import DDPSettings
 from hfpar.engine import state
 from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable
 from hfpar.engine.clip import clip_gradients, global_grad_norm
+from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
 
 
@@ -65,7 +66,17 @@ class DDPEngine(Engine):
         return self.wrapped.no_sync()
 
     def step(self, max_grad_norm: float | None) -> float:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Raises:
+            ConfigError: a trained parameter that the model doesn't use: DDP leaves its bucket unaveraged.
+        """
+        unused = [name for name, p in trainable(self.module) if p.grad is None]
+        if unused and isinstance(self.wrapped, DistributedDataParallel):
+            raise ConfigError(
+                f"distributed_type: MULTI_GPU (DDP) can't train {unused[0]}, which the model doesn't use; "
+                "take accelerate_configs/fsdp2.yaml, or LoRA on the modules that are used"
+            )
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for _, p in trainable(self.module) if p.grad is not None]
         norm = global_grad_norm(gradients, group=None)

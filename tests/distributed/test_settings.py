@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hfpar.config.schema import SFTConfig
+from hfpar.errors import ConfigError
 from tests.distributed.spawn import (  # noqa: TID251
     ENGINES,
     build_llama,
@@ -73,11 +74,38 @@ def train_cells(worker: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def train_with_unused_parameter(worker: Any, folder: Path) -> str:
+    """What DDP is refused with: it would leave gradients that share a bucket with the unused one as they are."""
+    import torch
+
+    config = SFTConfig(
+        model_name_or_path=str(folder / "model"), output_dir=str(folder / "unused"), max_steps=1
+    )
+    with make_trainer(config, engine_settings("ddp"), make_samples(12), make_layout(worker)) as trainer:
+        trainer.engine.module.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+        with pytest.raises(ConfigError) as caught:
+            trainer.train(None)
+    return str(caught.value)
+
+
+def train_all(worker: Any, folder: Path) -> tuple[dict[str, Any], str]:
+    return train_cells(worker, folder), train_with_unused_parameter(worker, folder)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("settings")
     build_llama(folder / "model")
-    return spawn(train_cells, 2, folder, folder)[0]
+    return spawn(train_all, 2, folder, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def found(results: tuple[dict[str, Any], str]) -> dict[str, Any]:
+    return results[0]
+
+
+def test_a_parameter_that_ddp_would_leave_unaveraged_is_refused(results: tuple[dict[str, Any], str]) -> None:
+    assert "can't train unused, which the model doesn't use" in results[1]
 
 
 def figures(cell: dict[str, Any]) -> list[float]:
