@@ -133,7 +133,6 @@ def build_cell_engine(
         dtype=torch.float32,
         attn_implementation=interface.interface_name("auto"),
     )
-    loss.install(model)
     if cell.adapter == "lora":
         model = add_lora(
             model,
@@ -145,6 +144,7 @@ def build_cell_engine(
             seed=0,
         )
         set_parameters(model, torch.load(folder / "adapter_state.pt", weights_only=True))
+    loss.install(model)
     model.train()
     return build_engine(
         settings,
