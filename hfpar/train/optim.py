@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def make_schedule(optimizer: Optimizer, config: SFTConfig, total_steps: int) -> 
     """The schedule that `lr_scheduler_type` names; one `step()` an optimizer step."""
     from transformers import get_scheduler
 
-    warmup = config.warmup_steps or round(config.warmup_ratio * total_steps)
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)  # as Transformers rounds
     schedule: LRScheduler = get_scheduler(
         config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps
     )
