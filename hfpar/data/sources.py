@@ -96,7 +96,7 @@ def _read_with_datasets(path: str, builder: str) -> Iterator[tuple[int, Any]]:
         table = datasets.load_dataset(builder, data_files=path, split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{path}: cannot be read as {builder}: {_reason(error)}") from error
-    return enumerate(table, start=1)
+    return enumerate(map(_without_nulls, table), start=1)
 
 
 def _read_from_hub(path: str) -> Iterator[tuple[int, Any]]:
@@ -107,7 +107,14 @@ def _read_from_hub(path: str) -> Iterator[tuple[int, Any]]:
         table = datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{path}: no such file, and the hub does not give it: {_reason(error)}") from error
-    return enumerate(table, start=1)
+    return enumerate(map(_without_nulls, table), start=1)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what a table's columns add: there every message, and every tool's arguments, has the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _reason(error: BaseException) -> str:

@@ -37,6 +37,20 @@ def test_all_kinds_of_rows_in_order(tmp_path: Path) -> None:
     assert load_conversations(first) == rows[:3]
 
 
+def test_parquet_rows_are_those_of_the_same_jsonl(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    calls = [[{"name": "f", "arguments": {"p": 1}}], [{"name": "g", "arguments": {"q": 2}}]]
+    rows = [
+        {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "", "tool_calls": call}]}
+        for call in calls
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    lines = write(tmp_path / "a.jsonl", *(json.dumps(row) for row in rows))
+    assert load_conversations(str(tmp_path / "a.parquet")) == load_conversations(lines) == rows
+
+
 def test_blank_lines_and_byte_order_mark_are_skipped(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), "", "  ", '{"text": "x"}\r'
