@@ -72,6 +72,8 @@ class TrainerState:
     world_size: int
     num_steps_without_labels: int = 0
     """Steps whose whole batch had no label: nothing to learn from."""
+    data: str = ""
+    """`StepLoader.fingerprint`: with other samples, `step_in_epoch` is another place."""
 
 
 def on_main(layout: Layout, work: Callable[[], T]) -> T:

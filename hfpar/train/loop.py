@@ -18,6 +18,7 @@ from hfpar.config.schema import SFTConfig
 from hfpar.data.loader import StepLoader
 from hfpar.data.stream import TokenStream
 from hfpar.engine.base import Engine
+from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import TrainerState, last_checkpoint, load_checkpoint, save_checkpoint
 from hfpar.train.progress import MetricsLogger, StepMetrics
@@ -76,6 +77,7 @@ class Trainer:
             global_batch=schedule.global_batch,
             engine=engine.name,
             world_size=layout.world_size,
+            data=loader.fingerprint,
         )
 
     def resume(self) -> None:
@@ -90,6 +92,11 @@ class Trainer:
             self.position = load_checkpoint(
                 self.engine, checkpoint, self.layout, global_batch=self.schedule.global_batch
             )
+            if self.position.data not in ("", self.loader.fingerprint):
+                raise ConfigError(
+                    f"resume: {checkpoint} was trained on other samples; the dataset's files, the tokenizer or its "
+                    "template have changed since: put them back, or start anew with another --output_dir"
+                )
             self.loader.epoch, self.loader.step = self.position.epoch, self.position.step_in_epoch
             for _ in range(self.position.step):
                 self.lr_schedule.step()

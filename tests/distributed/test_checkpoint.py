@@ -163,6 +163,13 @@ def resume_refused(worker: Any, folder: Path) -> dict[str, str]:
             load_checkpoint(stand, checkpoint, make_layout(worker), global_batch=global_batch)
         except ConfigError as error:
             lines[name] = str(error)
+    again = folder / "other samples"
+    copy_checkpoint(folder / "ddp x 4", again)
+    config = make_config(folder, again, resume=True, **PADDED)
+    try:
+        train(config, engine_settings("ddp"), make_samples(12, seed=1), make_layout(worker))
+    except ConfigError as error:
+        lines["other samples"] = str(error)
     return lines
 
 
@@ -269,6 +276,12 @@ def test_other_checkpoints_are_refused_with_what_works(runs: tuple[Path, list[An
     for result in results:
         line = result["refused"][name]
         assert re.search(REFUSED[name][-1], line) and "\n" not in line
+
+
+def test_other_samples_are_refused(runs: tuple[Path, list[Any]]) -> None:
+    _, results = runs
+    for result in results:
+        assert "checkpoint-3 was trained on other samples; " in result["refused"]["other samples"]
 
 
 def test_only_whole_checkpoints_are_kept_and_found(runs: tuple[Path, list[Any]]) -> None:

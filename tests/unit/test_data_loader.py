@@ -199,6 +199,14 @@ def test_resume_gives_the_same_remaining_steps(mode: dict[str, Any], dp_rank: in
     assert as_lists(list(resumed)) == epochs[2]
 
 
+def test_other_samples_have_another_fingerprint() -> None:
+    samples = make_samples(9)
+    mine = loader(samples).fingerprint
+    assert loader(samples, dp_rank=1, dp_size=2, seed=5).fingerprint == mine
+    assert loader(samples[::-1]).fingerprint != mine
+    assert loader(samples[:-1]).fingerprint != mine
+
+
 def test_streams_hold_the_planned_samples() -> None:
     samples = make_samples(9)
     for mode in ({}, {"per_device_train_batch_size": None, "max_tokens_per_batch": 64}):
