@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hfpar.config.engine import EngineSettings
 from hfpar.parallel.layout import Layout
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -30,12 +31,14 @@ class Engine(ABC):
         module: the Transformers or PEFT model, under whatever the engine put around it.
         optimizer: what a learning-rate schedule works on.
         device: this rank's device.
+        settings: what the engine was made with.
     """
 
     name: str
     module: nn.Module
     optimizer: Optimizer
     device: torch.device
+    settings: EngineSettings
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Keep the rank's place."""

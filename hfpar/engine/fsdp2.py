@@ -23,6 +23,7 @@ class FSDP2Engine(Engine):
     """Each rank keeps a slice of every weight, its gradient and its optimizer state."""
 
     name = "fsdp2"
+    settings: FSDP2Settings
 
     def __init__(
         self,

@@ -54,6 +54,8 @@ class BatchGroupMPU:
 class ZeROEngine(Engine):
     """DeepSpeed's engine, told exactly where an accumulation window ends."""
 
+    settings: ZeROSettings
+
     def __init__(
         self,
         module: nn.Module,

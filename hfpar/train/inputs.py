@@ -31,11 +31,9 @@ def find_checked_model(config: SFTConfig, layout: Layout) -> ModelSource:
     """Everything about the model but its weights, of a family that hfpar is known to compute right.
 
     Raises:
-        ConfigError: no such model, no tokenizer, or a family that comes out wrong.
+        ConfigError: no such model, no tokenizer, or a family that comes out wrong or can't be checked.
     """
     on_main(layout, lambda: download(config))
     source = find_model(config)
-    note = check_family(source.config, trust_remote_code=config.trust_remote_code)
-    if note and layout.rank == 0:
-        print(f"note: {note}")
+    check_family(source.config, trust_remote_code=config.trust_remote_code)
     return source

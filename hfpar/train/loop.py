@@ -18,7 +18,7 @@ from hfpar.config.schema import SFTConfig
 from hfpar.data.loader import StepLoader
 from hfpar.data.stream import TokenStream
 from hfpar.engine.base import Engine
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, HfparError
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import TrainerState, last_checkpoint, load_checkpoint, save_checkpoint
 from hfpar.train.progress import MetricsLogger, StepMetrics
@@ -128,6 +128,8 @@ class Trainer:
         torch.manual_seed(hash((config.seed, step, self.layout.dp_rank)))  # dropout: same after a resume
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         result = train_step(self.engine, micro_batches, self.layout, config.max_grad_norm or None)
+        if not math.isfinite(result.loss) or math.isinf(result.grad_norm):
+            self._stop_unless_fp16(step, result)
         self.lr_schedule.step()
         self.position = replace(
             self.position,
@@ -162,6 +164,14 @@ class Trainer:
                     self.layout,
                     save_total_limit=config.save_total_limit,
                 )
+
+    def _stop_unless_fp16(self, step: int, result: StepResult) -> None:
+        """A step that isn't finite would spoil weights and checkpoints; fp16 alone skips such an update by itself."""
+        if self.engine.settings.mixed_precision != "fp16":
+            raise HfparError(
+                f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: training diverged; checkpoints "
+                "up to here are kept; lower learning_rate, or look at the data of this step"
+            )
 
     def _metrics(self, window: LogWindow, grad_norm: float, learning_rate: float) -> StepMetrics:
         position = self.position

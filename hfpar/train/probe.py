@@ -26,18 +26,15 @@ TOLERANCE = 1e-4
 _LENGTHS = (11, 5, 14)
 
 
-def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
+def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Compare hfpar with Transformers on a tiny copy of the model.
 
     Args:
         config: the user's.
         trust_remote_code: whether the model's own code may run.
 
-    Returns:
-        None if they agree; a line for the user if no copy could be made to compare.
-
     Raises:
-        ConfigError: they don't agree.
+        ConfigError: they don't agree, or no copy could be made to compare.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -50,10 +47,10 @@ def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -
                     "on from one packed document into the next; hfpar can't train it"
                 ) from error
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return (
-                f"{config.model_type} couldn't be checked on a tiny copy ({reason}); compare a step with your own "
-                "code before you trust it"
-            )
+            raise ConfigError(
+                f"model_name_or_path: {config.model_type} couldn't be checked on a tiny copy ({reason}); hfpar only "
+                "trains what it can check"
+            ) from error
         packed = _packed_gradients(state_dict, config, trust_remote_code)
     difference = _relative_difference(packed, expected)
     if not difference < TOLERANCE:
@@ -61,7 +58,6 @@ def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -
             f"model_name_or_path: {config.model_type} comes out wrong when documents are packed (gradients of a "
             f"tiny copy differ by {difference:.1e}); hfpar can't train it"
         )
-    return None
 
 
 def _keeps_a_state(config: PretrainedConfig) -> bool:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         argv: the options.
 
     Returns:
-        0 if nothing failed (refused cells are no failure), else 1.
+        0 if nothing failed (refused cells are no failure), 1 if something did, 2 if nothing could be compared.
 
     Raises:
         ConfigError: an option that can't be.
@@ -366,4 +366,9 @@ def _report(results: list[Result], args: argparse.Namespace, seconds: float) -> 
         console.print("\n".join(part for part in (result.reason, result.details) if part), markup=False)
     if args.json is not None:
         write_json(results, args.json)
-    return 1 if failed else 0
+    if failed:
+        return 1
+    if all(result.status == "refused" for result in results):
+        console.print("[bold yellow]nothing was compared[/]: every row was refused")
+        return 2
+    return 0

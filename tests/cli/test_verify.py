@@ -98,21 +98,22 @@ def test_ctrl_c_stops_all_processes_and_leaves_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_only_refused_layouts_need_no_process_and_are_no_failure(capsys):
-    assert cli.main(["verify", "--layouts", "sp2,dp2cp2", "--engines", "ddp,zero3"]) == 0
+def test_only_refused_layouts_need_no_process_and_prove_nothing(capsys):
+    assert cli.main(["verify", "--layouts", "sp2,dp2cp2", "--engines", "ddp,zero3"]) == 2
     captured = capsys.readouterr()
+    assert "nothing was compared" in captured.out
     assert "16 refused" in captured.out
     assert "Ulysses" in captured.out and "ring" in captured.out
 
 
 def test_zero_without_deepspeed_is_refused_with_the_command(capsys, monkeypatch):
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["verify", "--engines", "zero1", "--adapters", "full"]) == 0
+    assert cli.main(["verify", "--engines", "zero1", "--adapters", "full"]) == 2
     assert "pip install 'hfpar[deepspeed]'" in capsys.readouterr().out
 
 
 def test_too_many_processes_are_refused(capsys):
-    assert cli.main(["verify", "--engines", "ddp", "--layouts", "dp9999", "--device", "cpu"]) == 0
+    assert cli.main(["verify", "--engines", "ddp", "--layouts", "dp9999", "--device", "cpu"]) == 2
     assert "dp9999 needs about 7999 GiB for 9999 processes" in capsys.readouterr().out
 
 

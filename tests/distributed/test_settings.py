@@ -138,3 +138,35 @@ def test_checkpointing_is_on_where_it_is_asked_for(found):
 def test_a_frozen_base_keeps_its_dtype(found):
     assert found["fsdp2 bf16 base lora"]["weight_dtypes"] == {"torch.bfloat16"}
     assert found["ddp bf16 lora"]["weight_dtypes"] == {"torch.float32"}
+
+
+def diverge(worker: Any, folder: Path) -> str:
+    """A learning rate that blows the weights up must end the run, not be saved."""
+    from hfpar.errors import HfparError
+
+    config = SFTConfig(
+        model_name_or_path=str(folder / "model"),
+        output_dir=str(folder / "diverged"),
+        max_steps=50,
+        save_steps=1,
+        learning_rate=1e30,
+        optim="sgd",
+        max_grad_norm=0,
+        per_device_train_batch_size=2,
+    )
+    samples = make_samples(12, longest=30)
+    with make_trainer(config, engine_settings("ddp"), samples, make_layout(worker)) as trainer:
+        try:
+            trainer.train(None)
+        except HfparError as error:
+            return str(error)
+    return "trained to the end"
+
+
+def test_a_diverged_run_stops_on_every_rank_before_it_saves(tmp_path: Path):
+    build_llama(tmp_path / "model")
+    said = spawn(diverge, 2, tmp_path, tmp_path)
+    assert said[0] == said[1] and "training diverged" in said[0], said
+    stopped_at = int(said[0].split(":")[0].split()[1])
+    saved = {int(path.name.split("-")[1]) for path in (tmp_path / "diverged").glob("checkpoint-*")}
+    assert saved == set(range(1, stopped_at))
