@@ -111,11 +111,3 @@ def autocast(device: torch.device, mixed_precision: str) -> AbstractContextManag
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of everything that is trained, tied ones once."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of what a checkpoint holds beside parameters, such as a router's score correction."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -39,7 +39,7 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device
     pending = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not pending:
         return
-    buffers = _persistent_buffers(model)
+    buffers = persistent_buffers(model)
     stored_names = _stored_names(model)
     wanted = {name: stored_names[checkpoint_key(name)] for name in (*pending, *buffers)}
     source: _SafetensorsSource | _WholeSource
@@ -100,7 +100,7 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that a checkpoint holds beside the parameters, such as a router's score correction."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
@@ -118,7 +118,7 @@ def _stored_names(model: nn.Module) -> dict[str, list[str]]:
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(checkpoint_key(name))
-    stored: dict[str, list[str]] = {checkpoint_key(name): [] for name in _persistent_buffers(model)}
+    stored: dict[str, list[str]] = {checkpoint_key(name): [] for name in persistent_buffers(model)}
     for group in names.values():
         for name in group:
             stored.setdefault(name, []).extend(group)
@@ -179,7 +179,7 @@ class _WholeSource:
         model_class = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
         whole = whole_model(model_class, folder, config=copy.deepcopy(base.config), dtype=dtype)
         self.folder = folder
-        self.tensors = dict(whole.named_parameters(remove_duplicate=False)) | _persistent_buffers(whole)
+        self.tensors = dict(whole.named_parameters(remove_duplicate=False)) | persistent_buffers(whole)
 
     def find(self, names: list[str]) -> str | None:
         """The name under which the model holds it."""

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hfpar.engine.base import Engine, persistent_buffers
+from hfpar.engine.base import Engine
+from hfpar.models.slices import persistent_buffers
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
 from hfpar.train.files import explained_write_errors, files_in, make_fresh, sync
@@ -39,7 +40,7 @@ def export_model(
         if layout.rank == 0:
             weights[name] = weight
     if not is_peft:
-        weights.update((name, buffer.detach().cpu()) for name, buffer in persistent_buffers(module))
+        weights.update((name, buffer.detach().cpu()) for name, buffer in persistent_buffers(module).items())
 
     def write() -> None:
         partial = output_dir / ".export.partial"
