@@ -50,7 +50,7 @@ def test_every_engine_adapter_and_batching(tmp_path, model):
 
 
 def test_three_ranks(tmp_path, model):
-    """An odd number: nothing divides evenly. Four ranks are in the tests of checkpoints, loading and accumulation."""
+    """An odd number: nothing divides evenly. Four ranks are in the tests of checkpoints and loading."""
     for result in run(make_cells("ddp,zero3,fsdp2", "dp3", "full", "packed"), tmp_path, model):
         assert result.status == "pass", (result.cell, result.reason, result.errors, result.details)
 
