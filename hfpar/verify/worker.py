@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hfpar.accelerator import prepare_deepspeed
@@ -85,6 +86,7 @@ def run_cells(worker: Worker, cells: Sequence[tuple[int, Cell]], folder: Path) -
     for number, cell in cells:
         worker.send(("start", number))
         worker.send(("result", number, run_cell(worker, cell, folder)))
+        dist.barrier()  # or a rank that is ahead could crash in the next cell before this one has been told
 
 
 def run_cell(worker: Worker, cell: Cell, folder: Path) -> Errors:
