@@ -6,10 +6,38 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 _BLOCK = 4096
+
+
+def clip_and_step(
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    parameters: Sequence[nn.Parameter],
+    max_grad_norm: float | None,
+    *,
+    group: dist.ProcessGroup | None,
+) -> float:
+    """Unscale, clip, update and drop the gradients; returns the global norm before clipping.
+
+    Args:
+        optimizer: of `parameters`.
+        scaler: of fp16; disabled otherwise.
+        parameters: what is trained.
+        max_grad_norm: bound on the norm; None: no clipping.
+        group: the ranks that hold the shards; None if nothing is sharded.
+    """
+    scaler.unscale_(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = global_grad_norm(gradients, group)
+    clip_gradients(gradients, norm, max_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
 
 
 def global_grad_norm(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hfpar.config.engine import DDPSettings
 from hfpar.engine import state
 from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable
-from hfpar.engine.clip import clip_gradients, global_grad_norm
+from hfpar.engine.clip import clip_and_step
 from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
 
@@ -77,14 +77,8 @@ class DDPEngine(Engine):
                 f"distributed_type: MULTI_GPU (DDP) can't train {unused[0]}, which the model doesn't use; "
                 "take accelerate_configs/fsdp2.yaml, or LoRA on the modules that are used"
             )
-        self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for _, p in trainable(self.module) if p.grad is not None]
-        norm = global_grad_norm(gradients, group=None)
-        clip_gradients(gradients, norm, max_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        parameters = [parameter for _, parameter in trainable(self.module)]
+        return clip_and_step(self.optimizer, self.scaler, parameters, max_grad_norm, group=None)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""

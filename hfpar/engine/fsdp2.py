@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hfpar.config.engine import FSDP2Settings
 from hfpar.engine import state
 from hfpar.engine.base import Engine, OptimizerFactory, trainable
-from hfpar.engine.clip import clip_gradients, global_grad_norm
+from hfpar.engine.clip import clip_and_step
 from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
 
@@ -66,14 +66,10 @@ class FSDP2Engine(Engine):
 
     def step(self, max_grad_norm: float | None) -> float:
         """See `Engine`."""
-        self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for _, p in trainable(self.module) if p.grad is not None]
-        norm = global_grad_norm(gradients, self.layout.batch_group)
-        clip_gradients(gradients, norm, max_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        parameters = [parameter for _, parameter in trainable(self.module)]
+        return clip_and_step(
+            self.optimizer, self.scaler, parameters, max_grad_norm, group=self.layout.batch_group
+        )
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
