@@ -118,6 +118,17 @@ def start(launch: Launch, *, report_to: Sequence[str] = (), project_dir: str | N
     return accelerator
 
 
+def finish(accelerator: Accelerator) -> None:
+    """Close the trackers and wait for the other ranks.
+
+    The process group stays, and `run_to_exit_code` ends the process with it: the destructor of a gloo group
+    waits, with Python's lock in hand, for threads that may be waiting for this lock (pytorch#56297).
+    """
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.wait_for_everyone()
+
+
 def start_process_group(launch: Launch, *, on_gpu: bool) -> None:
     """Form the world group: NCCL (with gloo for CPU tensors) on GPUs, gloo otherwise; one rank needs no port."""
     import torch

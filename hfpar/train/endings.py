@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -37,11 +38,12 @@ def run_to_exit_code(work: Callable[[], object], rank: int) -> int:
 
     Returns:
         0; 2 for what the user can mend; 130 for Ctrl-C; 1 for anything else. With more than one rank this doesn't
-        return after a failure: the process ends here, since an orderly shutdown would wait for other ranks.
+        return: the process ends here. After a failure an orderly shutdown would wait for other ranks, and at any
+        time the destructors of process groups may wait for ever (see `hfpar.accelerator.finish`).
     """
     try:
         work()
-        return 0
+        return _leave(0)
     except SystemExit:
         raise
     except BaseException as error:  # not only Exception: Ctrl-C, and torch's CheckpointException
@@ -134,6 +136,8 @@ def _ignore_interrupts() -> None:
 def _leave(exit_code: int) -> int:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if exit_code == 0:
+            atexit._run_exitfuncs()  # what libraries want done at an end that nobody is waiting for
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

@@ -127,4 +127,4 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     summary.finish(folder.path, layout)
     folder.release()
     engine.close()
-    accelerator.end_training()  # closes the trackers and the process group
+    accelerate_launch.finish(accelerator)

@@ -23,12 +23,10 @@ import contextlib, io, json, os, sys, time
 from pathlib import Path
 import peft
 import torch.distributed as dist
-from accelerate import Accelerator
 from hfpar.train import checkpoint, data, endings, export, loop, model, optim, run, summary, trackers
 
 cases = json.loads(Path(sys.argv[1]).read_text())
 endings._leave = lambda exit_code: exit_code
-Accelerator.end_training = lambda self: None  # keeps the process group for the next case
 for number, case in enumerate(cases):
     os.environ.update(case.get("environment", {}))
     said, begin = io.StringIO(), time.monotonic()

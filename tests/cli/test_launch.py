@@ -70,7 +70,7 @@ def test_a_crash_shows_the_workers_traceback_alone(tmp_path: Path) -> None:
 
 
 def test_success_adds_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, TWO_PROCESSES, "print('rank', os.environ['RANK'], flush=True)\n")
+    process = start(tmp_path, TWO_PROCESSES, "sys.stdout.write(f'rank {os.environ[\"RANK\"]}\\n')\n")
     output, _ = process.communicate(timeout=60)
     assert sorted(output.splitlines()) == ["rank 0", "rank 1"]
     assert process.returncode == 0
