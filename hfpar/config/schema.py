@@ -5,7 +5,7 @@ The text under a field is its `--help`. A field that nothing reads is a lie to t
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 SchedulerName = Literal[
     "linear",
@@ -32,6 +32,29 @@ OptimizerName = Literal[
 AttentionName = Literal["auto", "eager", "sdpa", "flash_attention_2", "varlen"]
 DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
 
+FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+TrainOnName = Literal["assistant", "last_assistant", "completion", "all"]
+EarlierTurnsName = Literal["split", "mask", "error"]
+OverflowName = Literal["drop", "truncate", "split", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One entry of `dataset`, where a path alone doesn't say enough."""
+
+    path: str
+    """File, pattern of files, folder, or hub id."""
+    split: str | None = None
+    """Of a hub data set or a saved one; `train` by default."""
+    name: str | None = None
+    """Configuration of a hub data set, where it has several."""
+    weight: float = 1.0
+    """How many times an epoch passes over it: 0.5 takes half of it, another half in the next epoch."""
+    format: FormatName | None = None
+    """In place of `dataset_format`."""
+    columns: dict[str, str] | None = None
+    """In place of `dataset_columns`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
@@ -48,14 +71,40 @@ class SFTConfig:
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass instead of keeping them."""
 
-    dataset: str | list[str] | None = None
-    """JSONL, JSON, CSV or parquet file(s), or a hub id. Without it: the built-in demo data."""
-    eval_dataset: str | list[str] | None = None
+    dataset: str | list[str | DataSource] | None = None
+    """Files, patterns of files, folders or hub ids; or entries with path, split, name, weight, format, columns.
+    Without it: the built-in demo data."""
+    eval_dataset: str | list[str | DataSource] | None = None
     """Held-out data for eval_loss, of the same kinds as dataset."""
+    eval_fraction: float = 0.0
+    """Share of the samples of dataset that is held out for eval_loss, drawn by seed."""
+    dataset_format: FormatName = "auto"
+    """What rows look like; auto tells by their columns."""
+    dataset_columns: dict[str, str] | None = None
+    """The columns that a format needs, by the names that they have here, such as instruction=question."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """What a row that can't be used does: end the run with a list of them, or be left out and counted."""
     chat_template: str | None = None
-    """Jinja file to use in place of the tokenizer's own chat template."""
+    """chatml, or a Jinja file, in place of the tokenizer's own chat template; saved with the model."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What the chat template is given beside the messages, such as enable_thinking=false."""
+    train_on: TrainOnName = "assistant"
+    """What is learnt of a conversation; a message's own train or weight wins."""
+    earlier_turns: EarlierTurnsName = "split"
+    """Where the template renders a turn otherwise once others follow, as when it leaves out earlier thinking:
+    split makes a sample of its own of such a turn, mask doesn't train it, error stops."""
     max_length: int = 1024
-    """Longest sample, in tokens; longer ones are dropped and counted."""
+    """Longest sample, in tokens."""
+    on_overflow: OverflowName = "drop"
+    """What becomes of longer ones; all are counted."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize. Without it: as many as help."""
+    token_cache: str | None = None
+    """Folder where tokenized data is kept for the next run. Without it: hfpar/tokens in Hugging Face's cache."""
+    streaming: bool = False
+    """Tokenize while training, a window of rows at a time, and keep nothing; needs max_steps."""
+    streaming_window: int = 10_000
+    """Rows of a window, in which samples are shuffled and packed."""
 
     per_device_train_batch_size: int | None = None
     """Samples in a padded micro-batch (8 unless max_tokens_per_batch is set; not both)."""
