@@ -16,9 +16,10 @@ import typing
 from dataclasses import asdict, fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser  # noqa: TID251
 
-from hfpar.config.schema import SFTConfig
+from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.config.validate import did_you_mean, show, validate
 from hfpar.config.yaml_io import read_mapping, write_mapping
 from hfpar.errors import ConfigError
@@ -94,7 +95,14 @@ def parse_sft_config(argv: list[str]) -> SFTConfig:
 
 def dump_config(config: SFTConfig) -> str:
     """YAML of every setting; given to `--config`, it makes an equal config."""
-    return write_mapping(asdict(config))
+    return write_mapping({key: _plain(value) for key, value in vars(config).items()})
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it; of an entry of `dataset`, what isn't left open."""
+    if isinstance(value, DataSource):
+        return {name: item for name, item in asdict(value).items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _build_parser(hints: dict[str, Any]) -> ArgumentParser:
@@ -161,6 +169,10 @@ def _from_yaml(parser: ArgumentParser, where: str, key: str, value: object, hint
         raise ConfigError(f"{where}{key}: null; must be {_allowed(hint)}, or leave the line out")
     if isinstance(value, str) and str in _alternatives(hint):
         return value  # jsonargparse would read the text once more, and take "null" for no value
+    if _takes_sources(hint) and isinstance(value, list):
+        return [_source(where, key, item) for item in value]
+    if _takes_mapping(hint) and isinstance(value, dict):
+        return _mapping(where, key, value, hint)
     try:
         return parser.parse_object({key: value}, defaults=False)[key]
     except ArgumentError:
@@ -172,15 +184,83 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
         if hint is bool:
             return True
         raise ConfigError(f"--{flag.name}: needs a value; must be {_allowed(hint)}")
+    if _takes_mapping(hint) and flag.values != ["null"]:
+        return _mapping_flag(flag, hint)
     if len(flag.values) > 1:
         return flag.values
     text = flag.values[0]
+    if _takes_sources(hint) and text[:1] == "[":
+        return _from_yaml(parser, "--", flag.name, _read_inline(flag.name, text, hint), hint)
     if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
         return [text]
     try:
         return parser.parse_args([f"--{flag.name}={text}"], defaults=False)[flag.name]
     except ArgumentError:
         raise ConfigError("--" + _wrong_value(flag.name, text, hint)) from None
+
+
+# Settings that are more than one value
+
+
+def _source(where: str, key: str, item: object) -> str | DataSource:
+    """An entry of `dataset`: a path, or a mapping that says more."""
+    if isinstance(item, str):
+        return item
+    hints = typing.get_type_hints(DataSource)
+    needs = f"an entry must be a path or a mapping of {', '.join(hints)}"
+    if not isinstance(item, dict):
+        raise ConfigError(f"{where}{key}: {show(item)}; {needs}")
+    for name in item:
+        if name not in hints:
+            raise ConfigError(f"{where}{key}: {show(item)}; {needs}{did_you_mean(str(name), list(hints))}")
+    if "path" not in item:
+        raise ConfigError(f"{where}{key}: {show(item)} has no path; {needs}")
+    values = {name: _entry_value(where, key, name, value, hints[name]) for name, value in item.items()}
+    return DataSource(**values)
+
+
+def _entry_value(where: str, key: str, name: str, value: object, hint: Any) -> Any:
+    if value is None and name != "path":
+        return DataSource.__dataclass_fields__[name].default
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if _takes_mapping(hint) and isinstance(value, dict):
+        return _mapping(where, f"{key}.{name}", value, hint)
+    allowed = [
+        choice for part in _alternatives(hint) if get_origin(part) is Literal for choice in get_args(part)
+    ]
+    if isinstance(value, str) and (value in allowed if allowed else str in _alternatives(hint)):
+        return value
+    raise ConfigError(f"{where}{_wrong_value(f'{key}.{name}', value, hint)}")
+
+
+def _mapping(where: str, key: str, value: dict[Any, Any], hint: Any) -> dict[str, Any]:
+    only_text = dict[str, str] in _alternatives(hint)
+    for name, item in value.items():
+        if not isinstance(name, str) or (only_text and not isinstance(item, str)):
+            raise ConfigError(f"{where}{_wrong_value(key, value, hint)}")
+    return value
+
+
+def _mapping_flag(flag: _Flag, hint: Any) -> dict[str, Any]:
+    """`--name a=b c=d`, or one YAML or JSON mapping."""
+    if len(flag.values) == 1 and flag.values[0][:1] == "{":
+        value = _read_inline(flag.name, flag.values[0], hint)
+        if not isinstance(value, dict):
+            raise ConfigError("--" + _wrong_value(flag.name, flag.values[0], hint))
+        return _mapping("--", flag.name, value, hint)
+    pairs = [text.partition("=") for text in flag.values]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ConfigError("--" + _wrong_value(flag.name, flag.values, hint))
+    only_text = dict[str, str] in _alternatives(hint)
+    return {name: text if only_text else _read_inline(flag.name, text, hint) for name, _, text in pairs}
+
+
+def _read_inline(name: str, text: str, hint: Any) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError("--" + _wrong_value(name, text, hint)) from None
 
 
 def _unknown(name: str, value: str, hints: dict[str, Any]) -> str:
@@ -203,7 +283,16 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _takes_list(hint: Any) -> bool:
-    return list[str] in _alternatives(hint)
+    """Whether a flag may have several values."""
+    return any(get_origin(part) in (list, dict) for part in _alternatives(hint))
+
+
+def _takes_sources(hint: Any) -> bool:
+    return list[str | DataSource] in _alternatives(hint)
+
+
+def _takes_mapping(hint: Any) -> bool:
+    return any(get_origin(part) is dict for part in _alternatives(hint))
 
 
 def _allowed(hint: Any) -> str:
@@ -216,14 +305,19 @@ def _allowed(hint: Any) -> str:
         float: "a number",
         str: "text",
         list[str]: "a list of texts such as [a, b]",
+        list[str | DataSource]: "a list of texts or of mappings such as {path: a, weight: 2}",
+        dict[str, str]: "a mapping of texts such as {a: b}",
+        dict[str, Any]: "a mapping such as {a: 1}",
         type(None): "null",
     }
-    return " or ".join(words[alternative] for alternative in _alternatives(hint))
+    return " or ".join(words[part] if part in words else _allowed(part) for part in _alternatives(hint))
 
 
 def _metavar(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "NAME"
+    if _takes_mapping(hint):
+        return "NAME=VALUE..."
     if _takes_list(hint):
         return "TEXT..."
     return {bool: "[true|false]", int: "N", float: "X", str: "TEXT"}[_alternatives(hint)[0]]

@@ -3,8 +3,9 @@
 import math
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
 
-from hfpar.config.schema import SFTConfig
+from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.errors import ConfigError
 
 TRACKERS = (
@@ -31,15 +32,20 @@ _AT_LEAST_ONE = (
     "eval_steps",
     "save_steps",
     "save_total_limit",
+    "dataset_num_proc",
+    "streaming_window",
 )
 _AT_LEAST_ZERO = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "lora_r")
 _ABOVE_ZERO = ("adam_epsilon", "num_train_epochs", "lora_alpha")
-_BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout")
+_BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout", "eval_fraction")
 _NOT_EMPTY = (
     "model_name_or_path",
     "dataset",
     "eval_dataset",
+    "dataset_columns",
     "chat_template",
+    "chat_template_kwargs",
+    "token_cache",
     "lora_target_modules",
     "modules_to_save",
     "output_dir",
@@ -56,13 +62,12 @@ def validate(config: SFTConfig) -> None:
     _check_numbers(config)
     _check_text(config)
     _check_lora(config)
+    _check_data(config)
     _check_batches(config)
     _check_schedule(config)
     _check_trackers(config.report_to)
     if config.overwrite and config.resume:
         raise ConfigError("overwrite: true contradicts resume: true; overwrite starts anew, resume goes on")
-    if config.eval_steps is not None and config.dataset is not None and config.eval_dataset is None:
-        raise ConfigError(f"eval_steps: {config.eval_steps} has nothing to evaluate; set eval_dataset too")
 
 
 def show(value: object) -> str:
@@ -71,6 +76,10 @@ def show(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         text = "[" + ", ".join(show(item) for item in value) + "]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+    elif isinstance(value, DataSource):
+        text = show(value.path)
     elif isinstance(value, str) and value.strip() == value and value.isprintable() and value:
         text = value
     else:
@@ -110,7 +119,8 @@ def _check_numbers(config: SFTConfig) -> None:
 def _check_text(config: SFTConfig) -> None:
     for name in _NOT_EMPTY:
         value = getattr(config, name)
-        if value is not None and (not value or any(not item.strip() for item in _as_list(value))):
+        texts = [getattr(item, "path", item) for item in _as_list(value)]
+        if value is not None and (not value or any(not text.strip() for text in texts)):
             raise ConfigError(f"{name}: {show(value)} is empty; give a value, or leave {name} out")
     targets = _as_list(config.lora_target_modules)
     if len(targets) > 1 and "all-linear" in targets:
@@ -131,6 +141,30 @@ def _check_lora(config: SFTConfig) -> None:
                 f"{field.name}: {show(value)} without lora_r, so that all weights would be trained; set lora_r, "
                 f"or leave {field.name} out"
             )
+
+
+def _check_data(config: SFTConfig) -> None:
+    for key in ("dataset", "eval_dataset"):
+        for source in _as_list(getattr(config, key)):
+            if isinstance(source, DataSource) and not (math.isfinite(source.weight) and source.weight > 0):
+                raise ConfigError(f"{key}: {source.path} has weight {source.weight}; must be above 0")
+            if isinstance(source, DataSource) and source.weight != 1 and key == "eval_dataset":
+                raise ConfigError(f"{key}: {source.path} has weight {source.weight}; held-out data has none")
+    if config.eval_fraction and config.eval_dataset is not None:
+        raise ConfigError(
+            f"eval_fraction: {config.eval_fraction} contradicts eval_dataset: {show(config.eval_dataset)}; keep one"
+        )
+    has_eval = config.eval_dataset is not None or config.eval_fraction
+    if config.eval_steps is not None and config.dataset is not None and not has_eval:
+        raise ConfigError(
+            f"eval_steps: {config.eval_steps} has nothing to evaluate; set eval_dataset or eval_fraction too"
+        )
+    if config.streaming and config.max_steps == -1:
+        raise ConfigError("streaming: true, so that nobody knows the number of steps; set max_steps")
+    if config.streaming and config.eval_fraction:
+        raise ConfigError(
+            f"streaming: true with eval_fraction: {config.eval_fraction}; use eval_dataset instead"
+        )
 
 
 def _check_batches(config: SFTConfig) -> None:
@@ -174,8 +208,11 @@ def _check_trackers(report_to: str | list[str]) -> None:
             raise ConfigError(f"report_to: {show(names)}; {alone} stands alone")
 
 
-def _as_list(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
+def _as_list(value: Any) -> list[Any]:
+    """The items of a setting that may be one text or several; the names of a mapping."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
 
 
 def _must_be(config: SFTConfig, name: str, allowed: str) -> ConfigError:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfpar.config.load import dump_config, parse_sft_config
-from hfpar.config.schema import SFTConfig
+from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.errors import ConfigError
 
 
@@ -58,6 +58,10 @@ def test_whole_number_for_a_float_setting_becomes_a_float(tmp_path):
     assert isinstance(config.num_train_epochs, float)
 
 
+SOURCES = "text or a list of texts or of mappings such as {path: a, weight: 2} or null"
+ENTRY = "an entry must be a path or a mapping of path, split, name, weight, format, columns"
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -72,6 +76,29 @@ def test_whole_number_for_a_float_setting_becomes_a_float(tmp_path):
             SFTConfig(dataset=["a.jsonl", "b.jsonl"], seed=1),
         ),
         (["--dataset", "[a.jsonl, b.jsonl]"], SFTConfig(dataset=["a.jsonl", "b.jsonl"])),
+        (
+            ["--dataset", "[a, {path: b, weight: 2, split: test, format: text, columns: {text: t}}]"],
+            SFTConfig(
+                dataset=[
+                    "a",
+                    DataSource(path="b", weight=2.0, split="test", format="text", columns={"text": "t"}),
+                ]
+            ),
+        ),
+        (
+            ["--dataset_columns", "instruction=q", "output=1"],
+            SFTConfig(dataset_columns={"instruction": "q", "output": "1"}),
+        ),
+        (["--dataset_columns", "{output: a}"], SFTConfig(dataset_columns={"output": "a"})),
+        (["--dataset_columns", "null"], SFTConfig()),
+        (
+            ["--chat_template_kwargs", "enable_thinking=false", "date=today", "n=3"],
+            SFTConfig(chat_template_kwargs={"enable_thinking": False, "date": "today", "n": 3}),
+        ),
+        (
+            ["--chat_template_kwargs={a: [1, {b: null}]}"],
+            SFTConfig(chat_template_kwargs={"a": [1, {"b": None}]}),
+        ),
         (["--lora_r", "8", "--modules_to_save", "lm_head"], SFTConfig(lora_r=8, modules_to_save=["lm_head"])),
         (["--modules_to_save", "null"], SFTConfig()),
         (["--report_to", "wandb", "tensorboard"], SFTConfig(report_to=["wandb", "tensorboard"])),
@@ -116,6 +143,20 @@ def test_flags(argv, expected):
         (["--seed", "true"], "--seed: true; must be a whole number"),
         (["--resume", "maybe"], "--resume: maybe; must be true or false"),
         (["--eval_steps", "often"], "--eval_steps: often; must be a whole number or null"),
+        (["--dataset", "[a"], f"--dataset: [a; must be {SOURCES}"),
+        (["--dataset", "[{path: 1}]"], "--dataset.path: 1; must be text (in quotes)"),
+        (
+            ["--dataset_columns", "a"],
+            "--dataset_columns: [a]; must be a mapping of texts such as {a: b} or null",
+        ),
+        (
+            ["--chat_template_kwargs", "a=["],
+            "--chat_template_kwargs: [; must be a mapping such as {a: 1} or null",
+        ),
+        (
+            ["--chat_template_kwargs", "{a"],
+            "--chat_template_kwargs: {a; must be a mapping such as {a: 1} or null",
+        ),
         (["train.yaml"], "train.yaml: not a flag; settings are given as --name value"),
         (["--seed", "1", "2"], "2: not a flag; settings are given as --name value"),
         (["-x"], "-x: not a flag; settings are given as --name value"),
@@ -155,7 +196,28 @@ def test_bad_flags(argv, message):
         ("max_length: [1]\n", ", line 1: max_length: [1]; must be a whole number"),
         ("run_name: 123\n", ", line 1: run_name: 123; must be text or null (in quotes)"),
         ("run_name: 2026-01-01\n", "; must be text or null (in quotes)"),
-        ("dataset: [1]\n", ", line 1: dataset: [1]; must be text or a list of texts such as [a, b] or null"),
+        ("dataset: [1]\n", f", line 1: dataset: 1; {ENTRY}"),
+        ("dataset: [{pth: a}]\n", f", line 1: dataset: {{pth: a}}; {ENTRY}; did you mean path?"),
+        ("dataset: [{weight: 1}]\n", f", line 1: dataset: {{weight: 1}} has no path; {ENTRY}"),
+        (
+            "dataset: [{path: a, format: x}]\n",
+            ", line 1: dataset.format: x; must be one of auto, messages, sharegpt, alpaca, prompt_completion, text "
+            "or null",
+        ),
+        ("dataset: [{path: a, weight: much}]\n", ", line 1: dataset.weight: much; must be a number"),
+        (
+            "dataset: {path: a}\n",
+            ", line 1: dataset: {path: a}; must be text or a list of texts or of mappings such as {path: a, weight: 2} "
+            "or null",
+        ),
+        (
+            "dataset_columns: {instruction: 1}\n",
+            ", line 1: dataset_columns: {instruction: 1}; must be a mapping of texts such as {a: b} or null",
+        ),
+        (
+            "chat_template_kwargs: [1]\n",
+            ", line 1: chat_template_kwargs: [1]; must be a mapping such as {a: 1} or null",
+        ),
         ("overwrite: 1\n", ", line 1: overwrite: 1; must be true or false"),
         ("seed: 1\nlora_r: 2\nseed: 1\n", ": seed is set twice, in lines 1 and 3; keep one"),
         ("- seed\n", ", line 1: a list; must be `key: value` lines"),
@@ -216,9 +278,23 @@ def test_dump_keeps_every_setting(tmp_path):
         dtype="bfloat16",
         attn_implementation="sdpa",
         gradient_checkpointing=True,
-        dataset=["a", "b"],
+        dataset=[
+            "a",
+            DataSource(path="b", split="s", name="n", weight=0.5, format="text", columns={"text": "t"}),
+        ],
         eval_dataset="c",
+        dataset_format="alpaca",
+        dataset_columns={"output": "answer"},
+        bad_rows="skip",
         chat_template="t.jinja",
+        chat_template_kwargs={"enable_thinking": False, "nested": {"a": [1, None]}},
+        train_on="all",
+        earlier_turns="mask",
+        on_overflow="truncate",
+        dataset_num_proc=3,
+        token_cache="cache",
+        streaming=True,
+        streaming_window=5,
         max_length=7,
         max_tokens_per_batch=70,
         per_device_eval_batch_size=3,
@@ -250,10 +326,17 @@ def test_dump_keeps_every_setting(tmp_path):
         run_name="r",
     )
     assert round_trip(config, tmp_path) == config
-    others = {"per_device_train_batch_size", "warmup_ratio", "resume"}  # these contradict settings above
+    others = {
+        "per_device_train_batch_size",
+        "warmup_ratio",
+        "resume",
+        "eval_fraction",
+    }  # these contradict settings above
     unchanged = {name for name, value in vars(config).items() if value == getattr(SFTConfig(), name)}
     assert unchanged == others
-    second = replace(SFTConfig(), per_device_train_batch_size=4, warmup_ratio=0.25, resume=True)
+    second = replace(
+        SFTConfig(), per_device_train_batch_size=4, warmup_ratio=0.25, resume=True, eval_fraction=0.1
+    )
     assert round_trip(second, tmp_path) == second
     assert round_trip(SFTConfig(), tmp_path) == SFTConfig()
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hfpar.config.schema import SFTConfig
+from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.config.validate import TRACKERS, validate
 from hfpar.errors import ConfigError
 
@@ -28,6 +28,9 @@ FLOATS = [name for name, value in vars(SFTConfig(max_grad_norm=1.0)).items() if 
         {"max_length": 64, "max_tokens_per_batch": 64},
         {"eval_steps": 5},
         {"eval_steps": 5, "dataset": "a", "eval_dataset": "b"},
+        {"eval_steps": 5, "dataset": "a", "eval_fraction": 0.1},
+        {"streaming": True, "max_steps": 5, "dataset": "a", "eval_dataset": "b"},
+        {"dataset": ["a", DataSource(path="b", weight=0.5)]},
         {"report_to": ["wandb", "tensorboard"]},
         {"seed": 2**32 - 1},
         {"adam_beta1": 0.0},
@@ -103,8 +106,32 @@ def test_no_number_may_be_nan_or_infinite(name, number):
         ),
         (
             {"dataset": "a", "eval_steps": 5},
-            "eval_steps: 5 has nothing to evaluate; set eval_dataset too",
+            "eval_steps: 5 has nothing to evaluate; set eval_dataset or eval_fraction too",
         ),
+        (
+            {"eval_fraction": 0.1, "eval_dataset": "b"},
+            "eval_fraction: 0.1 contradicts eval_dataset: b; keep one",
+        ),
+        ({"eval_fraction": 1.0}, "eval_fraction: 1.0; must be at least 0 and below 1"),
+        ({"streaming": True}, "streaming: true, so that nobody knows the number of steps; set max_steps"),
+        (
+            {"streaming": True, "max_steps": 1, "eval_fraction": 0.1},
+            "streaming: true with eval_fraction: 0.1; use eval_dataset instead",
+        ),
+        (
+            {"dataset": [DataSource(path="a", weight=0.0)]},
+            "dataset: a has weight 0.0; must be above 0",
+        ),
+        (
+            {"dataset": [DataSource(path="a", weight=math.inf)]},
+            "dataset: a has weight inf; must be above 0",
+        ),
+        (
+            {"eval_dataset": [DataSource(path="a", weight=2.0)]},
+            "eval_dataset: a has weight 2.0; held-out data has none",
+        ),
+        ({"dataset": [DataSource(path="")]}, "dataset: [''] is empty; give a value, or leave dataset out"),
+        ({"dataset_columns": {}}, "dataset_columns: {} is empty; give a value, or leave dataset_columns out"),
         ({"dataset": ""}, "dataset: '' is empty; give a value, or leave dataset out"),
         ({"dataset": []}, "dataset: [] is empty; give a value, or leave dataset out"),
         ({"dataset": ["a", " "]}, "dataset: [a, ' '] is empty; give a value, or leave dataset out"),
