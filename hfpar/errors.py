@@ -5,6 +5,8 @@ the value found, what is allowed and, where there is one, the fix. Programs prin
 `exit_code`; a traceback is left for hfpar's own bugs.
 """
 
+from collections.abc import Sequence
+
 
 class HfparError(Exception):
     """Base of all errors that hfpar raises on purpose.
@@ -28,3 +30,22 @@ class DataError(ConfigError):
 
 class MissingDependencyError(ConfigError):
     """A package that a setting needs is not installed; the line names the pip command that installs it."""
+
+
+class BadRowsError(HfparError):
+    """Rows that can't be used, each with its file, line and reason.
+
+    Attributes:
+        MOST: So many are listed.
+    """
+
+    MOST = 20
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Of the problems found so far."""
+        listed = "\n  ".join(problems[: self.MOST])
+        more = "; there may be more, `hfpar data check` finds all" if len(problems) >= self.MOST else ""
+        count = f"{min(len(problems), self.MOST)} bad row{'s' if len(problems) > 1 else ''}"
+        super().__init__(
+            f"{count}{more}; mend them, or leave such rows out with --bad_rows skip:\n  {listed}"
+        )

@@ -1,0 +1,207 @@
+"""Tokenized samples in files that are mapped into memory: a million open in a moment, and ranks share the pages."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+
+from hfpar.data.rows import Place
+from hfpar.data.stream import IGNORE_INDEX, Sample
+
+META_FILE = "meta.json"
+MAX_LISTED_PROBLEMS = 20
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of one or more data sets."""
+
+    num_rows: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_label_tokens: int = 0
+    """Tokens that are targets."""
+    max_token_id: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of what happened to rows on the way, such as `too long`."""
+    problems: Counter[str] = field(default_factory=Counter)
+    """Rows that can't be used, by kind."""
+    listed_problems: list[str] = field(default_factory=list)
+    """The first of them, each with its place and reason."""
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Rows that can't be used."""
+        return sum(self.problems.values())
+
+    def add(self, other: DataReport) -> None:
+        """Count another's rows too."""
+        self.num_rows += other.num_rows
+        self.num_samples += other.num_samples
+        self.num_tokens += other.num_tokens
+        self.num_label_tokens += other.num_label_tokens
+        self.max_token_id = max(self.max_token_id, other.max_token_id)
+        self.counts.update(other.counts)
+        self.problems.update(other.problems)
+        room = MAX_LISTED_PROBLEMS - len(self.listed_problems)
+        self.listed_problems += other.listed_problems[: max(room, 0)]
+
+
+@dataclass
+class TokenBlock:
+    """Samples back to back, as they leave the tokenizer."""
+
+    input_ids: np.ndarray
+    """`(tokens,)` uint32."""
+    trained: np.ndarray
+    """`(tokens,)` bool: whether the token is to be learnt; never at a sample's first."""
+    lengths: np.ndarray
+    """`(samples,)` int64."""
+    rows: np.ndarray
+    """`(samples,)` int64: the line or row number that each comes from."""
+    report: DataReport
+
+
+class TokenWriter:
+    """Writes the files of a `TokenStore` block after block; `close` makes the folder whole."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start in an empty folder."""
+        self.folder = folder
+        self.report = DataReport()
+        self._files: dict[str, BinaryIO] = {
+            name: open(folder / f"{name}.bin", "wb")
+            for name in ("tokens", "trained", "lengths", "rows", "files")
+        }
+
+    def write(self, block: TokenBlock, file_number: int) -> None:
+        """Append the samples of a block, which come from the file of that number."""
+        self._files["tokens"].write(block.input_ids.astype(np.uint32, copy=False).tobytes())
+        self._files["trained"].write(block.trained.astype(np.bool_, copy=False).tobytes())
+        self._files["lengths"].write(block.lengths.astype(np.int64, copy=False).tobytes())
+        self._files["rows"].write(block.rows.astype(np.int64, copy=False).tobytes())
+        self._files["files"].write(np.full(len(block.lengths), file_number, dtype=np.int32).tobytes())
+        self.report.add(block.report)
+
+    def close(self, files: Sequence[tuple[str, str]]) -> None:
+        """Write what was counted, and each file's path and unit (`line` or `row`), by its number."""
+        for file in self._files.values():
+            file.close()
+        meta = {"files": [list(entry) for entry in files], "report": vars(self.report)}
+        (self.folder / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+    def abandon(self) -> None:
+        """Close the files of a folder that is to be thrown away."""
+        for file in self._files.values():
+            file.close()
+
+
+class TokenArrays(Sequence[Sample]):
+    """Samples that lie back to back in arrays."""
+
+    def __init__(self, tokens: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> None:
+        """Of arrays as a `TokenBlock` has them."""
+        self.lengths = lengths
+        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self._tokens = tokens
+        self._trained = trained
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        """A sample, or several."""
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        begin, end = self._offsets[index % len(self)], self._offsets[index % len(self) + 1]
+        input_ids = self._tokens[begin:end].astype(np.int64)
+        labels = np.where(self._trained[begin:end], input_ids, IGNORE_INDEX)
+        return Sample(input_ids.tolist(), labels.tolist())
+
+
+class TokenStore(TokenArrays):
+    """The samples of one data set, read from their files as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder that a `TokenWriter` has closed."""
+        meta: dict[str, Any] = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+        report = meta["report"]
+        for name in ("counts", "problems"):
+            report[name] = Counter(report[name])
+        self.key = folder.name
+        self.report = DataReport(**report)
+        self._named_files: list[tuple[str, str]] = [(path, unit) for path, unit in meta["files"]]
+        super().__init__(
+            _mapped(folder / "tokens.bin", np.uint32),
+            _mapped(folder / "trained.bin", np.bool_),
+            np.fromfile(folder / "lengths.bin", dtype=np.int64),
+        )
+        self.rows: np.ndarray = _mapped(folder / "rows.bin", np.int64)
+        """`(samples,)`: line or row number of each."""
+        self.files: np.ndarray = _mapped(folder / "files.bin", np.int32)
+        """`(samples,)`: number of the file of each."""
+
+    def place(self, index: int) -> Place:
+        """Where a sample comes from."""
+        path, unit = self._named_files[self.files[index]]
+        return Place(path, unit, int(self.rows[index]))
+
+
+class Selection(Sequence[Sample]):
+    """Samples of several stores, one store after another, all or some of them."""
+
+    def __init__(self, stores: Sequence[TokenStore], chosen: Sequence[np.ndarray] | None = None) -> None:
+        """Select.
+
+        Args:
+            stores: where the samples are.
+            chosen: of each store, which; all by default.
+        """
+        self.stores = stores
+        self.chosen = [np.arange(len(store)) for store in stores] if chosen is None else list(chosen)
+        self.sizes = [len(part) for part in self.chosen]
+        self._ends = np.cumsum(self.sizes)
+        parts = [store.lengths[part] for store, part in zip(stores, self.chosen, strict=True)]
+        self.lengths: np.ndarray = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        """A sample, or several."""
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        store, position = self.locate(index)
+        return store[position]
+
+    def locate(self, index: int) -> tuple[TokenStore, int]:
+        """The store of a sample, and its number there."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[number - 1]) if number else 0
+        return self.stores[number], int(self.chosen[number][index - first])
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    """A file as an array; an empty file can't be mapped."""
+    if path.stat().st_size == 0:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
