@@ -1,29 +1,208 @@
-"""Turn rows into tokens, with labels on what the model is to write and on nothing else.
+"""Turn examples into tokens, and say which of them the model is to learn.
 
-A conversation is rendered once and tokenized once. Which characters are the assistant's comes from the
-template's `{% generation %}` markers, or, where it has none, from rendering growing prefixes of the
-conversation: what lies between the generation prompt and the end of the turn. Neither looks for marker
-tokens in the text, and neither asks whether a token is the pad token.
+Each text is tokenized once, many in one call. A token is trained if it lies inside a range of characters that is
+trained (`hfpar/data/turns.py` finds those), whatever its id: whether it is the pad token is never asked.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hfpar.data.stream import IGNORE_INDEX, Sample
-from hfpar.errors import ConfigError, DataError
+from hfpar.config.schema import EarlierTurnsName, OverflowName, TrainOnName
+from hfpar.data.overflow import EncodedSample, fit_length
+from hfpar.data.rendering import Renderer, Span
+from hfpar.data.rows import Conversation, Example, Place, PlainText, Problem, RowError
+from hfpar.data.turns import LabelledText, label_conversation
+from hfpar.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]
-Message = dict[str, Any]
+    from hfpar.data.stream import Sample
 
-_BATCH = 1000  # texts for one call of the tokenizer, which spreads them over the cores
-_GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """The settings that decide about tokens and labels, by their names in `SFTConfig`."""
+
+    max_length: int
+    on_overflow: OverflowName = "drop"
+    train_on: TrainOnName = "assistant"
+    earlier_turns: EarlierTurnsName = "split"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class EncodedRow(NamedTuple):
+    """What became of a row."""
+
+    samples: list[EncodedSample]
+    """None, one or several; each has at most `max_length` tokens and a trained one after its first."""
+    counts: dict[str, int]
+    """What is worth counting, such as `too long` or `turns split off`; nothing is 0."""
+    problem: Problem | None
+    """Why the row can't be used; then there are no samples and no counts."""
+
+
+def encode(
+    rows: Sequence[tuple[Place, Example]], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
+) -> list[EncodedRow]:
+    """Tokenize rows and label what the model is to write.
+
+    Args:
+        rows: examples and where they stand. About a thousand at a time are fast.
+        tokenizer: its chat template renders the conversations.
+        options: what is trained, and how long samples may be.
+
+    Returns:
+        One result for each row, in order. A row that can't be used has a problem.
+
+    Raises:
+        ConfigError: there are conversations but the tokenizer has no chat template.
+    """
+    renderer: Renderer | None = None
+    labelled: list[tuple[list[LabelledText], Counter[str]] | RowError] = []
+    for _, example in rows:
+        try:
+            if isinstance(example, Conversation):
+                renderer = renderer or Renderer(tokenizer, options.chat_template_kwargs)
+                row = label_conversation(example, renderer, options.train_on, options.earlier_turns)
+            else:
+                row = [_label_text(example, tokenizer, options.train_on)], Counter()
+            _check_characters(row[0])
+            labelled.append(row)
+        except RowError as error:
+            labelled.append(error)
+    texts = [text for row in labelled if not isinstance(row, RowError) for text in row[0]]
+    tokens = _tokenize(texts, tokenizer)
+    return [
+        _finish(place, row, tokens, tokenizer, options)
+        for (place, _), row in zip(rows, labelled, strict=True)
+    ]
+
+
+def _label_text(
+    example: PlainText, tokenizer: PreTrainedTokenizerBase, train_on: TrainOnName
+) -> LabelledText:
+    text = example.text
+    begin = 0 if train_on == "all" else example.num_prompt_chars
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    return LabelledText(
+        text=text,
+        spans=[(begin, len(text))],
+        add_special_tokens=not (bos and text.startswith(bos)),
+        append_eos=bool(eos) and not text.endswith(eos),
+    )
+
+
+def _check_characters(texts: list[LabelledText]) -> None:
+    """JSON can name half of a surrogate pair, which is no character: no tokenizer takes it."""
+    for labelled in texts:
+        try:
+            labelled.text.encode()
+        except UnicodeEncodeError as error:
+            half = labelled.text[error.start]
+            raise RowError("lone surrogate", f"{half!r} is half of a character") from error
+
+
+class _Tokens(NamedTuple):
+    """A text's tokens."""
+
+    input_ids: list[int]
+    offsets: list[Span] | None
+    """Each token's range of characters; None if the tokenizer can't tell."""
+
+
+def _tokenize(texts: list[LabelledText], tokenizer: PreTrainedTokenizerBase) -> Iterator[_Tokens]:
+    """Tokenize all texts in one call, or two if only some get special tokens; results in the texts' order."""
+    tokens: list[_Tokens | None] = [None] * len(texts)
+    for special in (False, True):
+        chosen = [index for index, text in enumerate(texts) if text.add_special_tokens is special]
+        if not chosen:
+            continue
+        encoded = tokenizer(
+            [texts[index].text for index in chosen],
+            add_special_tokens=special,
+            return_offsets_mapping=tokenizer.is_fast,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        offsets = encoded["offset_mapping"] if tokenizer.is_fast else [None] * len(chosen)
+        for index, input_ids, spans in zip(chosen, encoded["input_ids"], offsets, strict=True):
+            tokens[index] = _Tokens(input_ids, spans)
+    return iter([found for found in tokens if found is not None])
+
+
+def _finish(
+    place: Place,
+    row: tuple[list[LabelledText], Counter[str]] | RowError,
+    tokens: Iterator[_Tokens],
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodeOptions,
+) -> EncodedRow:
+    """Label a row's tokens, whose texts are the next of `tokens`, and fit them into `max_length`."""
+    if isinstance(row, RowError):
+        return EncodedRow([], {}, row.at(place))
+    texts, counts = row
+    own = [next(tokens) for _ in texts]  # also of a row that fails halfway
+    samples: list[EncodedSample] = []
+    try:
+        for text, found in zip(texts, own, strict=True):
+            sample = _label_tokens(text, found, tokenizer)
+            samples += fit_length(sample, options.max_length, options.on_overflow, counts)
+    except RowError as error:
+        return EncodedRow([], {}, error.at(place))
+    return EncodedRow(samples, dict(counts), None)
+
+
+def _label_tokens(text: LabelledText, tokens: _Tokens, tokenizer: PreTrainedTokenizerBase) -> EncodedSample:
+    input_ids, trained = tokens.input_ids, [False] * len(tokens.input_ids)
+    for span in text.spans:
+        if tokens.offsets is not None:
+            begin, end = _inside(tokens.offsets, span)
+        else:
+            begin, end = (_count_tokens(input_ids, text, edge, tokenizer) for edge in span)
+        trained[begin:end] = [True] * (end - begin)
+    if text.append_eos and (not input_ids or input_ids[-1] != tokenizer.eos_token_id):
+        input_ids.append(int(tokenizer.eos_token_id))
+        trained.append(True)
+    elif text.append_eos:
+        trained[-1] = True  # the tokenizer itself ends a text with eos
+    return EncodedSample(input_ids, trained)
+
+
+def _inside(offsets: list[Span], span: Span) -> Span:
+    """Which tokens lie inside a range of characters: from the first to before the last.
+
+    Some tokenizers trim white space from offsets, which leaves an empty range at the token's end: it counts
+    as inside if that end is. Tokens that stand for no character, added at the end, have the range (0, 0).
+    """
+    num_tokens = len(offsets)
+    while num_tokens and offsets[num_tokens - 1] == (0, 0):
+        num_tokens -= 1
+    begin = bisect_left(offsets, (span[0], 0), hi=num_tokens)
+    while begin < num_tokens and offsets[begin][1] <= span[0]:
+        begin += 1
+    end = bisect_right(offsets, span[1], lo=begin, hi=num_tokens, key=itemgetter(1))
+    return begin, end
+
+
+def _count_tokens(
+    input_ids: list[int], text: LabelledText, edge: int, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """How many tokens lie before a character, for a tokenizer without offsets."""
+    prefix = list(tokenizer(text.text[:edge], add_special_tokens=text.add_special_tokens)["input_ids"])
+    if input_ids[: len(prefix)] != prefix:
+        raise RowError(
+            "no offsets",
+            f"character {edge} lies inside a token, and this tokenizer gives no offsets: use a fast tokenizer",
+        )
+    return len(prefix)
 
 
 @dataclass(frozen=True)
@@ -43,268 +222,54 @@ class TokenizeReport:
     """Tokens of the samples that are targets."""
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A row as text: the character ranges that the model is to write, in order."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    add_special_tokens: bool = False
-    append_eos: bool = False
-
-
 def tokenize_rows(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_length: int
+    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[Sample], TokenizeReport]:
-    """Tokenize rows and label what the model is to write.
-
-    Args:
-        rows: Each `{"messages": [...]}` (labels on the assistant's turns, their end-of-turn token included),
-            `{"prompt": ..., "completion": ...}` (labels on the completion; both strings or both lists of
-            messages), or `{"text": ...}` (labels everywhere). A row may carry `tools` for the template.
-        tokenizer: Its chat template renders the conversations.
-        max_length: Rows with more tokens are dropped and counted; nothing is ever cut.
-
-    Returns:
-        The samples in the order of their rows, and the counts.
+    """Tokenize rows of messages, prompt and completion, or text with `encode`'s defaults.
 
     Raises:
-        DataError: A row cannot be rendered or labelled (the message names it, counting from 1), or no row at
-            all is left.
-        ConfigError: There are conversations but the tokenizer has no chat template.
+        DataError: a row can't be used (the message names it, counting from 1), or none is left.
+        ConfigError: there are conversations but the tokenizer has no chat template.
     """
-    labelled: list[Sample] = []
-    num_too_long = num_without_label = 0
-    for start in range(0, len(rows), _BATCH):
-        for sample in _tokenize_batch(rows[start : start + _BATCH], tokenizer, start + 1):
-            if len(sample.input_ids) > max_length:
-                num_too_long += 1
-            elif _num_targets(sample) == 0:
-                num_without_label += 1
-            else:
-                labelled.append(sample)
-    if not labelled:
+    from hfpar.data.stream import IGNORE_INDEX, Sample
+
+    counts: Counter[str] = Counter()
+    samples: list[Sample] = []
+    for start in range(0, len(rows), 1000):
+        examples = [
+            (Place("", "row", start + index + 1), _as_example(row))
+            for index, row in enumerate(rows[start : start + 1000])
+        ]
+        for result in encode(examples, tokenizer, EncodeOptions(max_length)):
+            if result.problem is not None:
+                raise DataError(f"row {result.problem.place.number}: {result.problem.reason}")
+            counts.update(result.counts)
+            for input_ids, trained in result.samples:
+                labels = [
+                    token if use else IGNORE_INDEX for token, use in zip(input_ids, trained, strict=True)
+                ]
+                samples.append(Sample(input_ids, labels))
+    if not samples:
         raise DataError(
-            f"none of the {len(rows)} rows can be trained on: {num_too_long} are longer than max_length "
-            f"{max_length}, {num_without_label} have nothing to learn (no assistant's turn or completion)"
+            f"none of the {len(rows)} rows can be trained on: {counts['too long']} are longer than max_length "
+            f"{max_length}, {counts['without label']} have nothing to learn (no assistant's turn or completion)"
         )
-    return labelled, TokenizeReport(
+    return samples, TokenizeReport(
         num_rows=len(rows),
-        num_samples=len(labelled),
-        num_too_long=num_too_long,
-        num_without_label=num_without_label,
-        num_tokens=sum(len(sample.input_ids) for sample in labelled),
-        num_label_tokens=sum(_num_targets(sample) for sample in labelled),
+        num_samples=len(samples),
+        num_too_long=counts["too long"],
+        num_without_label=counts["without label"],
+        num_tokens=sum(len(sample.input_ids) for sample in samples),
+        num_label_tokens=sum(label != IGNORE_INDEX for sample in samples for label in sample.labels[1:]),
     )
 
 
-def _num_targets(sample: Sample) -> int:
-    # Nothing predicts the first token, so a label there teaches nothing.
-    return sum(label != IGNORE_INDEX for label in sample.labels[1:])
-
-
-def _tokenize_batch(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, first: int) -> list[Sample]:
-    samples: list[Sample | None] = [None] * len(rows)
-    texts: dict[int, _Text] = {}
-    for index, row in enumerate(rows):
-        if _is_conversation(row) and _has_generation_markers(tokenizer, row):
-            samples[index] = _tokenize_marked(row, tokenizer, first + index)
-        else:
-            texts[index] = _as_text(row, tokenizer, first + index)
-    for special in (False, True):
-        chosen = {index: text for index, text in texts.items() if text.add_special_tokens is special}
-        for index, sample in zip(chosen, _tokenize_texts(chosen, tokenizer, special, first), strict=True):
-            samples[index] = sample
-    return [sample for sample in samples if sample is not None]
-
-
-def _as_text(row: Row, tokenizer: PreTrainedTokenizerBase, number: int) -> _Text:
-    if _is_conversation(row):
-        messages, num_prompt = _messages(row)
-        return _render_growing(messages, num_prompt, row.get("tools"), tokenizer, number)
-    text = row["text"] if "text" in row else row["prompt"] + row["completion"]
-    _check_characters(text, number)
-    begin = 0 if "text" in row else len(row["prompt"])
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    return _Text(
-        text=text,
-        spans=[(begin, len(text))],
-        add_special_tokens=not (bos and text.startswith(bos)),
-        append_eos=bool(eos) and not text.endswith(eos),
-    )
-
-
-def _is_conversation(row: Row) -> bool:
-    return "messages" in row or not isinstance(row.get("prompt", ""), str)
-
-
-def _messages(row: Row) -> tuple[list[Message], int]:
-    """Return the whole conversation, and how many of its first messages are never labelled."""
+def _as_example(row: dict[str, Any]) -> Example:
     if "messages" in row:
-        return list(row["messages"]), 0
-    return [*row["prompt"], *row["completion"]], len(row["prompt"])
-
-
-def _has_generation_markers(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
-    if not tokenizer.chat_template:
-        raise ConfigError("chat_template: the tokenizer has none; name a Jinja file with chat_template")
-    template = tokenizer.get_chat_template(tools=row.get("tools"))
-    return bool(tokenizer.is_fast and _GENERATION.search(template))
-
-
-def _render(
-    messages: list[Message],
-    tools: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    add_generation_prompt: bool = False,
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise DataError(f"row {number}: the chat template cannot render it: {_one_line(error)}") from error
-    _check_characters(text, number)
-    return text
-
-
-def _check_characters(text: str, number: int) -> None:
-    """JSON can name half of a surrogate pair, which is no character: no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"row {number}: {text[error.start]!r} is half of a character") from error
-
-
-def _render_growing(
-    messages: list[Message], num_prompt: int, tools: Any, tokenizer: PreTrainedTokenizerBase, number: int
-) -> _Text:
-    """Find each assistant turn between the renderings with and without it."""
-    text = _render(messages, tools, tokenizer, number)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index < num_prompt:
-            continue
-        if index == 0:
-            raise DataError(f"row {number}: it starts with the assistant's message, which answers nothing")
-        prompt = _render(messages[:index], tools, tokenizer, number, add_generation_prompt=True)
-        last = index + 1 == len(messages)
-        until = text if last else _render(messages[: index + 1], tools, tokenizer, number)
-        if not (until.startswith(prompt) and text.startswith(until)):
-            raise DataError(
-                f"row {number}: the chat template renders message {index + 1} differently once more messages "
-                "follow, so its tokens cannot be told; use a chat_template with {% generation %} markers"
-            )
-        turn = until[len(prompt) :]
-        spans.append((len(prompt), len(prompt) + _trained_length(turn, message)))
-    return _Text(text=text, spans=spans)
-
-
-def _trained_length(turn: str, message: Message) -> int:
-    """Leave out white space that the template puts after the end-of-turn token.
-
-    Where nothing but white space follows the message's own text, that white space is the end of the turn.
-    """
-    content = message.get("content")
-    said = content.strip() if isinstance(content, str) else ""
-    after = turn.partition(said)[2] if said and said in turn else turn
-    return len(turn.rstrip()) if after.strip() else len(turn)
-
-
-def _tokenize_marked(row: Row, tokenizer: PreTrainedTokenizerBase, number: int) -> Sample:
-    """Label what the template's `{% generation %}` markers enclose, after the prompt if the row has one."""
-    messages, num_prompt = _messages(row)
-    tools = row.get("tools")
-    _render(messages, tools, tokenizer, number)  # names the row if the template refuses it
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
-    begin = len(_render(messages[:num_prompt], tools, tokenizer, number, True)) if num_prompt else 0
-    trained = [
-        bool(mask) and offset[0] >= begin
-        for mask, offset in zip(encoded["assistant_masks"], encoded["offset_mapping"], strict=True)
-    ]
-    return _sample(encoded["input_ids"], trained)
-
-
-def _tokenize_texts(
-    texts: dict[int, _Text], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, first: int
-) -> list[Sample]:
-    """Tokenize each text once and label the tokens that lie inside its spans."""
-    if not texts:
-        return []
-    encoded = tokenizer(
-        [text.text for text in texts.values()],
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=tokenizer.is_fast,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    samples = []
-    for position, (index, text) in enumerate(texts.items()):
-        input_ids: list[int] = list(encoded["input_ids"][position])
-        if tokenizer.is_fast:
-            trained = _inside(encoded["offset_mapping"][position], text.spans)
-        else:
-            trained = _inside_by_prefix(input_ids, text, tokenizer, first + index)
-        if text.append_eos and (not input_ids or input_ids[-1] != tokenizer.eos_token_id):
-            input_ids.append(int(tokenizer.eos_token_id))
-            trained.append(True)
-        elif text.append_eos:
-            trained[-1] = True  # the tokenizer itself ends a text with eos
-        samples.append(_sample(input_ids, trained))
-    return samples
-
-
-def _inside(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Say for each token whether it lies inside a span.
-
-    Some tokenizers trim white space from offsets, which leaves an empty range at the token's end: it counts
-    as inside if that end is.
-    """
-    trained = []
-    upcoming = iter([*spans, (2**63, 2**63)])
-    begin, end = next(upcoming)
-    for token_begin, token_end in offsets:
-        while token_end > end:
-            begin, end = next(upcoming)
-        trained.append(token_begin >= begin and token_end > begin)
-    return trained
-
-
-def _inside_by_prefix(
-    input_ids: list[int], text: _Text, tokenizer: PreTrainedTokenizerBase, number: int
-) -> list[bool]:
-    """The same for a tokenizer without offsets: count the tokens of the text before each edge of a span."""
-    trained = [False] * len(input_ids)
-    for span in text.spans:
-        edges = []
-        for edge in span:
-            prefix = list(
-                tokenizer(text.text[:edge], add_special_tokens=text.add_special_tokens)["input_ids"]
-            )
-            if input_ids[: len(prefix)] != prefix:
-                raise DataError(
-                    f"row {number}: character {edge} lies inside a token, and this tokenizer "
-                    "gives no offsets: use a fast tokenizer"
-                )
-            edges.append(len(prefix))
-        trained[edges[0] : edges[1]] = [True] * (edges[1] - edges[0])
-    return trained
-
-
-def _sample(input_ids: Sequence[int], trained: Sequence[bool]) -> Sample:
-    ids = [int(token) for token in input_ids]
-    return Sample(ids, [token if use else IGNORE_INDEX for token, use in zip(ids, trained, strict=True)])
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        return Conversation(list(row["messages"]), tools=row.get("tools"))
+    if "text" in row:
+        return PlainText(row["text"])
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        return PlainText(prompt + completion, len(prompt))
+    return Conversation([*prompt, *completion], len(prompt), row.get("tools"))

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
+from hfpar.data.templates import resolve_chat_template
 from hfpar.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,10 +73,10 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Pretr
 
 
 def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer, with the Jinja file `chat_template` as its template if one is given.
+    """The tokenizer, with the template that `chat_template` names (chatml or a Jinja file) if one is given.
 
     Raises:
-        ConfigError: no tokenizer there, or no such template file.
+        ConfigError: no tokenizer there, or no such template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -84,12 +85,7 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remo
             f"model_name_or_path: {folder} has no usable tokenizer: {_first_line(error)}"
         ) from error
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"chat_template: {chat_template} can't be read: {_first_line(error)}"
-            ) from error
+        tokenizer.chat_template = resolve_chat_template(chat_template)
     return tokenizer
 
 

@@ -105,28 +105,13 @@ def test_token_across_the_edge_of_a_turn_is_not_labelled(tokenizer: PreTrainedTo
     assert labelled(one({"messages": messages}, tokenizer), tokenizer) == [" 7<|im_end|>"]
 
 
-@pytest.mark.parametrize("only", ["loop.last", "loop.last and m['role'] == 'assistant'"])
-def test_template_whose_prefixes_are_no_prefixes_is_refused(
-    tokenizer: PreTrainedTokenizerBase, only: str
-) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if ONLY %}<think></think>{% endif %}"
-        "{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ).replace("ONLY", only)
-    with pytest.raises(
-        DataError, match=r"^row 2: the chat template renders message 2 differently .*generation"
-    ):
-        tokenize_rows([{"text": "fine"}, {"messages": TWO_TURNS}], tokenizer, 1000)
-
-
 def test_row_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     for template in (
         "{{ raise_exception('roles must\nalternate') }}",
         "{% generation %}{{ messages[9].x.y }}",
     ):
         tokenizer.chat_template = template
-        with pytest.raises(DataError, match=r"^row 1: the chat template cannot render it: .+") as caught:
+        with pytest.raises(DataError, match=r"^row 1: the chat template can't render it: .+") as caught:
             tokenize_rows([{"messages": TWO_TURNS}], tokenizer, 1000)
         assert "\n" not in str(caught.value)
 
