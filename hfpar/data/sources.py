@@ -1,165 +1,265 @@
-"""Read training rows from files or from the hub, and say exactly where one is wrong."""
+"""From a source's path to its files, and from files to chunks of rows."""
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from hfpar.config.schema import DataSource
+from hfpar.data import columnar, json_list, readers
+from hfpar.data.byte_source import COMPRESSIONS, ByteSource, cannot_be_read
+from hfpar.data.chunks import Chunk
 from hfpar.errors import DataError
 
-Row = dict[str, Any]
+DataKind = Literal["jsonl", "json", "csv", "parquet", "arrow", "hub"]
 
-_JSON_LINES = (".jsonl", ".ndjson")
-_BUILDERS = {".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_KINDS: dict[str, DataKind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_ALLOWED = f"{', '.join(_KINDS)}; all but the last two also with {', '.join(COMPRESSIONS)}"
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(:(?P<split>.+))?")
+_BLOCK = 1 << 20
 
 
-def load_conversations(paths: str | list[str]) -> list[Row]:
-    """Read and check all rows of one or more data sets, in order.
+@dataclass(frozen=True)
+class DataFile:
+    """A file of rows, a saved data set, or one split of a data set of the hub."""
+
+    path: str
+    kind: DataKind
+    compression: str | None = None
+    """One of `COMPRESSIONS`' values."""
+    split: str | None = None
+    name: str | None = None
+    """Of a hub data set's configuration."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk; 0 for a data set of the hub."""
+        if self.kind == "hub":
+            return 0
+        return sum(os.path.getsize(path) for path in columnar.arrow_files(self.path))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides what rows there are: the kind and the contents, not the path or the time.
+
+        Raises:
+            DataError: the file can't be read, or the hub doesn't give its version.
+        """
+        digest = hashlib.sha256(f"{self.kind} {self.compression} {self._delimiter}\0".encode())
+        if self.kind == "hub":
+            version = columnar.hub_fingerprint(self.path, self.name)
+            digest.update(f"{self.path}\0{self.name}\0{self.split}\0{version}".encode())
+            return digest.hexdigest()
+        for path in columnar.arrow_files(self.path):
+            try:
+                with open(path, "rb") as file:
+                    digest.update(_content_digest(file))
+            except OSError as error:
+                raise cannot_be_read(path, error) from error
+        return digest.hexdigest()
+
+    @property
+    def _delimiter(self) -> str:
+        return "\t" if _suffixes(self.path)[0] == ".tsv" else ","
+
+
+def _content_digest(file: Any) -> bytes:
+    if sys.version_info >= (3, 11):
+        return hashlib.file_digest(file, "sha256").digest()
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    return digest.digest()
+
+
+def resolve(source: DataSource) -> list[DataFile]:
+    """Find what a source names, without reading it.
 
     Args:
-        paths: Each a `.jsonl` (or `.ndjson`), `.json`, `.parquet` or `.csv` file, or a data set's id on the
-            hub, whose `train` split is read unless the id names another, as in `owner/name:test`.
+        source: its path is a file, a pattern of files (`data/*.jsonl.gz`, with `**` for folders at any depth), a
+            folder that `datasets` saved, or a data set's id on the hub, to which `:split` may be added.
 
     Returns:
-        Rows with `messages` (a list of objects with `role` and `content`), with `prompt` and `completion`
-        (both strings, or both such lists), or with `text`. Keys without a value are left out.
+        The files, sorted by path; or one entry for a saved data set or one of the hub.
 
     Raises:
-        DataError: A file is missing, unreadable or empty, or a row is not one of these; the message names the
-            file, the line (or row) and the reason.
+        DataError: nothing is there, or it is not of a kind that can be read; one line.
     """
-    rows: list[Row] = []
-    for path in [paths] if isinstance(paths, str) else paths:
-        found = list(_load(path))
-        if not found:
-            raise DataError(f"{path}: the data set is empty")
-        rows += found
-    if not rows:
-        raise DataError("dataset: no file is named")
-    return rows
+    path = os.path.expanduser(source.path)
+    if os.path.isdir(path):
+        return [_saved_data_set(path, source)]
+    if os.path.exists(path):
+        return [_file(path, source)]
+    hub = _hub_data_set(path, source)
+    if hub:
+        return [hub]
+    if not glob.has_magic(path):
+        raise DataError(f"{path}: no such file")
+    return _matches(path, source)
 
 
-def _load(path: str) -> Iterator[Row]:
-    path = os.path.expanduser(path)
-    suffix = Path(path).suffix.lower()
-    if suffix in _JSON_LINES:
-        return _checked(path, "line", _read_json_lines(path))
-    if suffix in _BUILDERS:
-        _require_file(path)
-        return _checked(path, "row", _read_with_datasets(path, _BUILDERS[suffix]))
-    if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        _require_file(path)
-        known = ", ".join([*_JSON_LINES, *_BUILDERS])
-        raise DataError(f"{path}: unknown kind of file; allowed are {known}")
-    return _checked(path, "row", _read_from_hub(path))
+def read_chunks(
+    files: Sequence[DataFile],
+    *,
+    rows_per_chunk: int = 1000,
+    bytes_per_chunk: int = 4 << 20,
+    streaming: bool = False,
+) -> Iterator[Chunk]:
+    """Read files one after the other; nothing but the present chunk is held.
+
+    Args:
+        files: of one source.
+        rows_per_chunk: most rows of a chunk.
+        bytes_per_chunk: size at which a chunk ends; a single row may be larger.
+        streaming: read a data set of the hub over the network, instead of putting it in the cache first.
+
+    Raises:
+        DataError: a file can't be opened, is not of its kind, or there is not one row in all files.
+    """
+    found = False
+    for file in files:
+        for chunk in _read_file(file, (rows_per_chunk, bytes_per_chunk), streaming):
+            found = True
+            yield chunk
+    if not found and files:
+        others = f" (and so are {len(files) - 1} others)" if len(files) > 1 else ""
+        raise DataError(f"{files[0].path}: the data set is empty{others}")
 
 
-def _require_file(path: str) -> None:
-    if not Path(path).is_file():
-        raise DataError(f"{path}: {'is a folder, not a file' if Path(path).is_dir() else 'no such file'}")
+def _read_file(file: DataFile, limits: tuple[int, int], streaming: bool) -> Iterator[Chunk]:
+    if file.kind == "hub":
+        yield from columnar.read_hub(file.path, file.split or "train", file.name, limits, streaming=streaming)
+    elif file.kind == "parquet":
+        yield from columnar.read_parquet(file.path, limits)
+    elif file.kind == "arrow":
+        yield from columnar.read_arrow(file.path, limits)
+    else:
+        as_list = file.kind == "json" and json_list.is_json_list(file.path, file.compression)
+        with ByteSource(file.path, file.compression) as source:
+            position = 0
+            for chunk in _read_text(file, source, limits, as_list):
+                position, before = source.position(), position
+                yield replace(chunk, num_bytes=position - before)
 
 
-def _read_json_lines(path: str) -> Iterator[tuple[int, Any]]:
-    """Yield `(line number, value)`; blank lines are skipped but counted."""
-    _require_file(path)
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark of some editors
-                if line.strip():
-                    yield number, _parse_line(path, number, line)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def _read_text(file: DataFile, source: ByteSource, limits: tuple[int, int], as_list: bool) -> Iterator[Chunk]:
+    if file.kind == "csv":
+        return readers.read_csv(source, file._delimiter, limits)
+    if as_list:
+        return json_list.read_json_list(source, limits)
+    return readers.read_lines(source, limits)
 
 
-def _parse_line(path: str, number: int, line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8").rstrip())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}: not UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
+def _suffixes(path: str) -> tuple[str, str]:
+    """A file's own suffix, and that of its compression or nothing."""
+    name = Path(path.lower())
+    if name.suffix in COMPRESSIONS:
+        return Path(name.stem).suffix, name.suffix
+    return name.suffix, ""
+
+
+def _file(path: str, source: DataSource) -> DataFile:
+    suffix, compression = _suffixes(path)
+    kind = _KINDS.get(suffix)
+    if not os.path.isfile(path):
+        raise DataError(f"{path}: not a regular file")
+    if kind is None:
+        raise DataError(f"{path}: unknown kind of file; allowed are {_ALLOWED}")
+    if compression and kind in ("parquet", "arrow"):
         raise DataError(
-            f"{path}, line {number}: not valid JSON: {error.msg} at column {error.colno}"
-        ) from error
-    except RecursionError as error:
-        raise DataError(f"{path}, line {number}: JSON nested too deeply to be read") from error
+            f"{path}: a {suffix} file is compressed inside; unpack it once with {compression[1:]}"
+        )
+    _refuse_split(path, source)
+    _refuse_unreadable(path)
+    return DataFile(path, kind, COMPRESSIONS.get(compression))
 
 
-def _read_with_datasets(path: str, builder: str) -> Iterator[tuple[int, Any]]:
-    import datasets
+def _refuse_split(path: str, source: DataSource) -> None:
+    for key, value in (("split", source.split), ("name", source.name)):
+        if value is not None:
+            raise DataError(f"{path}: a file has no {key}, so that {key}: {value} can't be chosen")
 
+
+def _refuse_unreadable(path: str) -> None:
     try:
-        table = datasets.load_dataset(builder, data_files=path, split="train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{path}: cannot be read as {builder}: {_reason(error)}") from error
-    return enumerate(map(_without_nulls, table), start=1)
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
 
 
-def _read_from_hub(path: str) -> Iterator[tuple[int, Any]]:
-    import datasets
-
-    name, _, split = path.partition(":")
+def _saved_data_set(path: str, source: DataSource) -> DataFile:
+    if os.path.isfile(os.path.join(path, "state.json")):
+        _refuse_split(path, source)
+        return DataFile(path, "arrow")
+    listing = os.path.join(path, "dataset_dict.json")
+    if not os.path.isfile(listing):
+        raise DataError(
+            f"{path}: is a folder, not a file, and not one that datasets saved; "
+            f"name its files by a pattern, such as {os.path.join(path, '*.jsonl')}"
+        )
     try:
-        table = datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{path}: no such file, and the hub does not give it: {_reason(error)}") from error
-    return enumerate(map(_without_nulls, table), start=1)
+        splits = list(json.loads(Path(listing).read_bytes())["splits"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise cannot_be_read(listing, error) from error
+    split = source.split or "train"
+    if split not in splits:
+        raise DataError(f"{path}: has no split {split}; it has {', '.join(splits)}")
+    folder = os.path.join(path, split)
+    if not os.path.isfile(os.path.join(folder, "state.json")):
+        raise DataError(f"{folder}: not a saved data set: it has no state.json")
+    return DataFile(folder, "arrow", split=split)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out what a table's columns add: there every message, and every tool's arguments, has the keys of all."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _hub_data_set(path: str, source: DataSource) -> DataFile | None:
+    match = _HUB_ID.fullmatch(path)
+    if not match or _suffixes(match["id"])[0] in _KINDS:
+        return None
+    if match["split"] and source.split and match["split"] != source.split:
+        raise DataError(f"{path}: names one split, and split: {source.split} another")
+    return DataFile(match["id"], "hub", split=match["split"] or source.split or "train", name=source.name)
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: `datasets` wraps what really happened."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def _matches(pattern: str, source: DataSource) -> list[DataFile]:
+    paths = sorted(set(glob.glob(pattern, recursive=True)))
+    saved = [path for path in paths if os.path.isfile(os.path.join(path, "state.json"))]
+    inside = tuple(os.path.join(path, "") for path in saved)
+    inside += tuple(path for path in paths if os.path.basename(path) == "dataset_dict.json")
+    files = [path for path in paths if path in saved or not (os.path.isdir(path) or path.startswith(inside))]
+    if not files:
+        raise DataError(f"{pattern}: no file matches")
+    return [_saved_data_set(path, source) if path in saved else _file(path, source) for path in files]
 
 
-def _checked(path: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Iterator[Row]:
-    for number, value in numbered:
-        if not isinstance(value, dict):
-            raise DataError(f"{path}, {unit} {number}: {type(value).__name__} where an object is needed")
-        row = {key: item for key, item in value.items() if item is not None}
-        problem = _problem(row)
-        if problem:
-            raise DataError(f"{path}, {unit} {number}: {problem}")
-        yield row
+def load_conversations(paths: str | list[str]) -> list[dict[str, Any]]:
+    """Read all rows of data sets whose format is told by their columns."""
+    from hfpar.data.formats import to_example
+    from hfpar.data.rows import Problem, RowError
 
-
-def _problem(row: Row) -> str | None:
-    """Return what is wrong with a row, or None."""
-    if "messages" in row:
-        return _messages_problem("messages", row["messages"])
-    if "prompt" in row and "completion" in row:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return None
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return _messages_problem("prompt", prompt) or _messages_problem("completion", completion)
-        return '"prompt" and "completion" must both be strings or both be lists of messages'
-    if "text" in row:
-        return None if isinstance(row["text"], str) else '"text" must be a string'
-    found = ", ".join(sorted(row)) or "none"
-    return f'needs "messages", or "prompt" and "completion", or "text"; its keys are: {found}'
-
-
-def _messages_problem(name: str, messages: Any) -> str | None:
-    if not isinstance(messages, list) or not messages:
-        return f'"{name}" must be a list of at least one message'
-    for index, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            return f'"{name}" {index} is not an object'
-        if not isinstance(message.get("role"), str):
-            return f'"{name}" {index} has no "role" (a string)'
-        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            return f'"{name}" {index} has no "content" (a string, or a list of parts)'
-    return None
+    rows = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        for chunk in read_chunks(resolve(DataSource(path=path))):
+            for place, row in chunk.rows():
+                if isinstance(row, Problem):
+                    raise DataError(str(row))
+                try:
+                    to_example(row, "auto", None)
+                except RowError as error:
+                    raise DataError(f"{place}: {error}") from error
+                rows.append(row)
+    return rows

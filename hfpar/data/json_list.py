@@ -1,0 +1,169 @@
+"""Reader of a JSON file that is one list of rows, which is never held as a whole."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from hfpar.data import readers
+from hfpar.data.byte_source import ByteSource
+from hfpar.data.chunks import Chunk, has_escaped_bytes, json_reason
+from hfpar.data.readers import BYTE_ORDER_MARK, REST_IS_LOST, problem_chunk, too_long
+from hfpar.data.rows import Place, Problem, RowError
+from hfpar.errors import DataError
+
+_BLOCK = 1 << 20
+
+
+def is_json_list(path: str, compression: str | None) -> bool:
+    """Tell whether a `.json` file is a list of rows; otherwise it is JSON lines.
+
+    Raises:
+        DataError: it is neither.
+    """
+    with ByteSource(path, compression) as source:
+        try:
+            block = source.read(_BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()
+            while not block and (data := source.read(_BLOCK)):
+                block = data.lstrip()
+        except RowError:
+            return False
+    if block.startswith(b"["):
+        return True
+    line, _, rest = block.partition(b"\n")
+    if rest.strip() and not rest.lstrip().startswith(b"{"):
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}: one JSON object over several lines, where a list of rows or one row a line is needed"
+            ) from error
+    return False
+
+
+def read_json_list(source: ByteSource, limits: tuple[int, int]) -> Iterator[Chunk]:
+    """Read a JSON file that is one list of rows, however it is laid out.
+
+    A row's number is that of the line it begins on.
+
+    Args:
+        source: of the bytes.
+        limits: rows and bytes at which a chunk is full.
+    """
+    text, items, size = _Text(source), [], 0
+    try:
+        for line, value, length in text.values():
+            items.append((line, value))
+            size += length
+            if len(items) >= limits[0] or size >= limits[1]:
+                yield Chunk(source.path, "line", items[0][0], "values", items)
+                items, size = [], 0
+    except RowError as error:
+        if items:
+            yield Chunk(source.path, "line", items[0][0], "values", items)
+        yield problem_chunk(source.path, "line", text.line, error)
+        return
+    if items:
+        yield Chunk(source.path, "line", items[0][0], "values", items)
+
+
+class _Text:
+    """Decoded text of a source, a window of it at a time."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source = source
+        self.decode = codecs.getincrementaldecoder("utf-8-sig")(errors="surrogateescape").decode
+        self.text = ""
+        self.position = 0
+        self.line = 1
+        """Of the position, from 1."""
+        self.at_end = False
+
+    def values(self) -> Iterator[tuple[int, Any, int]]:
+        """Yield the list's elements, each as the line that it begins on, its value and its length.
+
+        Raises:
+            RowError: what stands at `line` isn't a list's text; no more can be read.
+        """
+        self._peek()
+        self.position += 1  # the opening bracket
+        if self._peek() != "]":
+            yield self._value()
+            while self._peek() == ",":
+                self.position += 1
+                self._peek()
+                yield self._value()
+        mark = self._peek()
+        if not mark:
+            raise RowError("file cut short", "the file ends before its list is closed")
+        if mark != "]":
+            raise RowError("broken JSON", f"not valid JSON: a comma or ] is needed{REST_IS_LOST}")
+        self.position += 1
+        if self._peek():
+            raise RowError("broken JSON", "not valid JSON: more text behind the end of the list")
+
+    def _more(self) -> bool:
+        """Read at least a block, or as much again as is waiting; False at the end."""
+        parts = [self.text[self.position :]]
+        wanted = max(_BLOCK, len(parts[0]))
+        while wanted > 0 and not self.at_end:
+            data = self.source.read(_BLOCK)
+            self.at_end = not data
+            parts.append(self.decode(data, self.at_end))
+            wanted -= len(data)
+        num_old = len(parts[0])
+        self.text, self.position = "".join(parts), 0
+        return len(self.text) > num_old
+
+    def _peek(self) -> str:
+        """The next character that isn't white space, or nothing at the end."""
+        while True:
+            start = self.position
+            while self.position < len(self.text) and self.text[self.position] in " \t\r\n":
+                self.position += 1
+            self.line += self.text.count("\n", start, self.position)
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self._more():
+                return ""
+
+    def _value(self) -> tuple[int, Any, int]:
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.position)
+            except (ValueError, RecursionError) as error:
+                if self._may_be_unfinished(error):
+                    if self._more():
+                        continue
+                    raise RowError("file cut short", "the file ends before its list is closed") from error
+                raise RowError("broken JSON", self._reason(error) + REST_IS_LOST) from error
+            # A number may go on behind the window.
+            if end < len(self.text) or not self._more():
+                return self._pass(value, end)
+
+    def _may_be_unfinished(self, error: Exception) -> bool:
+        if len(self.text) - self.position > readers.MAX_LINE_BYTES:
+            raise RowError(too_long("").kind, too_long("the row").reason + REST_IS_LOST)
+        return isinstance(error, json.JSONDecodeError) and (
+            error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
+        )
+
+    def _reason(self, error: Exception) -> str:
+        if not isinstance(error, json.JSONDecodeError):
+            return json_reason(error)
+        line = self.line + self.text.count("\n", self.position, error.pos)
+        column = error.pos - self.text.rfind("\n", 0, error.pos)
+        return f"not valid JSON: {error.msg} at line {line}, column {column}"
+
+    def _pass(self, value: Any, end: int) -> tuple[int, Any, int]:
+        text, line = self.text[self.position : end], self.line
+        self.position = end
+        self.line += text.count("\n")
+        if has_escaped_bytes(text):
+            value = Problem("not UTF-8", Place(self.source.path, "line", line), "not UTF-8")
+        return line, value, len(text)
+
+
+_DECODER = json.JSONDecoder()
