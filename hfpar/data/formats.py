@@ -57,6 +57,15 @@ def to_example(row: Row, format: FormatName, columns: Mapping[str, str] | None =
     return example
 
 
+def recognise(row: Row, columns: Mapping[str, str] | None = None) -> FormatName:
+    """Tell a row's format by its keys, as `auto` does.
+
+    Raises:
+        RowError: no format has them, or several have.
+    """
+    return _recognise(_canonical(row, columns or {}), row, columns or {})
+
+
 def _canonical(row: Row, columns: Mapping[str, str]) -> Row:
     """The row's values by the names that formats have, nulls left out."""
     view = {name: row[name] for name in _NAMES if row.get(name) is not None and name not in columns}
