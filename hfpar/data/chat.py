@@ -21,6 +21,7 @@ from hfpar.data.turns import LabelledText, label_conversation
 from hfpar.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
     from hfpar.data.stream import Sample
@@ -113,8 +114,8 @@ class _Tokens(NamedTuple):
     """A text's tokens."""
 
     input_ids: list[int]
-    offsets: list[Span] | None
-    """Each token's range of characters; None if the tokenizer can't tell."""
+    encoding: Encoding | None
+    """Knows each token's range of characters; None if the tokenizer can't tell."""
 
 
 def _tokenize(texts: list[LabelledText], tokenizer: PreTrainedTokenizerBase) -> Iterator[_Tokens]:
@@ -127,14 +128,13 @@ def _tokenize(texts: list[LabelledText], tokenizer: PreTrainedTokenizerBase) -> 
         encoded = tokenizer(
             [texts[index].text for index in chosen],
             add_special_tokens=special,
-            return_offsets_mapping=tokenizer.is_fast,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        offsets = encoded["offset_mapping"] if tokenizer.is_fast else [None] * len(chosen)
-        for index, input_ids, spans in zip(chosen, encoded["input_ids"], offsets, strict=True):
-            tokens[index] = _Tokens(input_ids, spans)
+        encodings = encoded.encodings if tokenizer.is_fast else [None] * len(chosen)
+        for index, input_ids, encoding in zip(chosen, encoded["input_ids"], encodings, strict=True):
+            tokens[index] = _Tokens(input_ids, encoding)
     return iter([found for found in tokens if found is not None])
 
 
@@ -162,9 +162,10 @@ def _finish(
 
 def _label_tokens(text: LabelledText, tokens: _Tokens, tokenizer: PreTrainedTokenizerBase) -> EncodedSample:
     input_ids, trained = tokens.input_ids, [False] * len(tokens.input_ids)
+    offsets = None if tokens.encoding is None else tokens.encoding.offsets
     for span in text.spans:
-        if tokens.offsets is not None:
-            begin, end = _inside(tokens.offsets, span)
+        if offsets is not None:
+            begin, end = _inside(offsets, span)
         else:
             begin, end = (_count_tokens(input_ids, text, edge, tokenizer) for edge in span)
         trained[begin:end] = [True] * (end - begin)

@@ -17,6 +17,15 @@ Span = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PLACEHOLDER = "hfpar-placeholder"
+# What Python code in a template can raise, besides Jinja's own TemplateError.
+_TEMPLATE_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class Rendered(NamedTuple):
@@ -107,7 +116,7 @@ class Renderer:
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
             return Rendered(str(text), [])
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (TemplateError, *_TEMPLATE_ERRORS) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError("chat template refuses", f"the chat template can't render it: {reason}") from error
 

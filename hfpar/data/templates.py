@@ -31,7 +31,7 @@ _CHATML = """\
             {{- '<tool_call>{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' -}}
             {{- (call['function']['arguments'] | tojson) + '}</tool_call>' -}}
         {%- endfor -%}
-        {{- '<|im_end|>' -}}
+        {{- END_OF_ANSWER -}}
         {%- endgeneration -%}
         {{- '\\n' -}}
     {%- else -%}
@@ -48,18 +48,20 @@ _CHATML = """\
 """
 
 
-def resolve_chat_template(value: str) -> str:
+def resolve_chat_template(value: str, *, close_with_eos: bool = False) -> str:
     """The Jinja text that `chat_template` names.
 
     Args:
         value: `chatml` for hfpar's own template, which marks the assistant's turns with `{% generation %}` and
             renders tools, tool calls and reasoning; or the path of a Jinja file.
+        close_with_eos: let hfpar's own template write the eos token after `<|im_end|>` in the assistant's turns:
+            where `<|im_end|>` isn't a token, generation would have nothing to stop at.
 
     Raises:
         ConfigError: no such file, an empty one, or one that isn't a template.
     """
     if value == "chatml":
-        return _CHATML
+        return _CHATML.replace("END_OF_ANSWER", "'<|im_end|>'" + " + eos_token" * close_with_eos)
     try:
         text = Path(value).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -93,10 +93,10 @@ def _all_but_untrained(chat: RenderedConversation, counts: Counter[str]) -> Labe
         if message.get("train", True):
             continue
         turn = _find_turn(chat, index, counts)
-        if _num_shared(chat, turn, text) is None:
-            raise RowError("turn not found", _name(chat, index) + " can't be told from those that follow")
-        for begin, end in turn.spans:
-            edges += [begin, end]
+        spans = _spans_in(chat, turn, text)
+        if spans is None:
+            raise RowError("turn not found", f"{_name(chat, index)} can't be told from those that follow")
+        edges += [edge for span in spans for edge in span]
     edges.append(len(text))
     return LabelledText(text, [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b])
 
@@ -109,9 +109,9 @@ def _place_turns(
     for index in reversed(wanted):
         turn = _find_turn(chat, index, counts)
         for text in texts:
-            shared = _num_shared(chat, turn, text.text)
-            if shared is not None:
-                text.spans[:0] = [(a, min(b, shared)) for a, b in turn.spans if a < shared]
+            spans = _spans_in(chat, turn, text.text)
+            if spans is not None:
+                text.spans[:0] = spans
                 break
         else:
             if earlier_turns == "error":
@@ -126,17 +126,18 @@ def _place_turns(
     return [text for text in reversed(texts) if text.spans] or texts[:1]
 
 
-def _num_shared(chat: RenderedConversation, turn: _Turn, text: str) -> int | None:
-    """How many of the first characters of `text` are the rendering up to the turn; None if they aren't.
+def _spans_in(chat: RenderedConversation, turn: _Turn, text: str) -> list[Span] | None:
+    """Where a turn is in another rendering; None if that shows it, or what is before it, otherwise.
 
     A template may close the conversation with an eos token after the last turn's own end: that isn't missed.
     """
     if text.startswith(turn.until):
-        return len(turn.until)
+        return turn.spans
     shorter = chat.without_final_eos(turn.until)
     if shorter is None or len(shorter) <= turn.begin or not text.startswith(shorter):
         return None
-    return len(shorter.rstrip())
+    length = len(shorter.rstrip())
+    return [(begin, min(end, length)) for begin, end in turn.spans if begin < length]
 
 
 def _find_turn(chat: RenderedConversation, index: int, counts: Counter[str]) -> _Turn:

@@ -85,7 +85,9 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remo
             f"model_name_or_path: {folder} has no usable tokenizer: {_first_line(error)}"
         ) from error
     if chat_template is not None:
-        tokenizer.chat_template = resolve_chat_template(chat_template)
+        is_token = "<|im_end|>" in tokenizer.get_vocab()
+        close_with_eos = not is_token and bool(tokenizer.eos_token)
+        tokenizer.chat_template = resolve_chat_template(chat_template, close_with_eos=close_with_eos)
     return tokenizer
 
 
