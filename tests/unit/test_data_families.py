@@ -207,8 +207,11 @@ class Case:
 _U1 = "<|im_start|>user\nHow many apples are left?<|im_end|>\n"
 _U2 = "<|im_start|>user\nAnd now?<|im_end|>\n"
 _BOT = "<|im_start|>assistant\n"
-_H = "<|start_header_id|>{}<|end_header_id|>\n\n"
-_L1 = "<|begin_of_text|>" + _H.format("user") + "How many apples are left?<|eot_id|>" + _H.format("assistant")
+_H_SYSTEM = "<|start_header_id|>system<|end_header_id|>\n\n"
+_H_USER = "<|start_header_id|>user<|end_header_id|>\n\n"
+_H_ASSISTANT = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+_H_IPYTHON = "<|start_header_id|>ipython<|end_header_id|>\n\n"
+_L1 = f"<|begin_of_text|>{_H_USER}How many apples are left?<|eot_id|>{_H_ASSISTANT}"
 _M1, _M2 = "[INST] How many apples are left?[/INST]", "[INST] And now?[/INST]"
 _MT = f"[AVAILABLE_TOOLS] [{TOOL}][/AVAILABLE_TOOLS]"
 _G1 = "<bos><start_of_turn>user\nHow many apples are left?<end_of_turn>\n<start_of_turn>model\n"
@@ -222,58 +225,47 @@ _QT = f"<|im_start|>system\n{TOOL}\n<|im_end|>\n"
 
 CASES = {
     # ChatML
-    "chatml single": Case(CHATML, [U1, A1], [_U1 + _BOT + "«There are seven.<|im_end|>»\n"]),
+    "chatml single": Case(CHATML, [U1, A1], [f"{_U1}{_BOT}«There are seven.<|im_end|>»\n"]),
     "chatml turns": Case(
         CHATML,
         [SYSTEM, *TURNS],
         [
-            "<|im_start|>system\nBe short, please.<|im_end|>\n"
-            + _U1
-            + _BOT
-            + "«There are seven.<|im_end|>»\n"
-            + _U2
-            + _BOT
-            + "«Only three 😀<|im_end|>»\n"
+            f"<|im_start|>system\nBe short, please.<|im_end|>\n{_U1}{_BOT}«There are seven.<|im_end|>»\n"
+            f"{_U2}{_BOT}«Only three 😀<|im_end|>»\n"
         ],
     ),
     "chatml last_assistant": Case(
         CHATML,
         TURNS,
-        [_U1 + _BOT + "There are seven.<|im_end|>\n" + _U2 + _BOT + "«Only three 😀<|im_end|>»\n"],
+        [f"{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}«Only three 😀<|im_end|>»\n"],
         {"train_on": "last_assistant"},
     ),
     "chatml completion": Case(
         CHATML,
         [U1, A1, U2, A1, A2],
         [
-            _U1
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "«There are seven.<|im_end|>»\n"
-            + _BOT
-            + "«Only three 😀<|im_end|>»\n"
+            f"{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}«There are seven.<|im_end|>»\n{_BOT}"
+            "«Only three 😀<|im_end|>»\n"
         ],
         {"train_on": "completion"},
     ),
     "chatml prompt and completion": Case(
         CHATML,
         TURNS,
-        [_U1 + _BOT + "There are seven.<|im_end|>\n" + _U2 + _BOT + "«Only three 😀<|im_end|>»\n"],
+        [f"{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}«Only three 😀<|im_end|>»\n"],
         num_prompt=3,
     ),
     "chatml all": Case(
         CHATML,
         [U1, A1],
-        ["«" + _U1 + _BOT + "There are seven.<|im_end|>\n»"],
+        [f"«{_U1}{_BOT}There are seven.<|im_end|>\n»"],
         {"train_on": "all"},
     ),
     "chatml all but one": Case(
         CHATML,
         [U1, {**A1, "train": False}, U2, A2],
         [
-            "«" + _U1 + _BOT + "»There are seven.<|im_end|>«\n" + _U2 + _BOT + "Only three 😀<|im_end|>\n»",
+            f"«{_U1}{_BOT}»There are seven.<|im_end|>«\n{_U2}{_BOT}Only three 😀<|im_end|>\n»",
         ],
         {"train_on": "all"},
     ),
@@ -288,12 +280,8 @@ CASES = {
         ],
         [
             "<|im_start|>system\nBe short, please.<|im_end|>\n<|im_start|>user\n"
-            "«How many apples are left?<|im_end|>»\n"
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "«Only three 😀<|im_end|>»\n"
+            f"«How many apples are left?<|im_end|>»\n{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}"
+            "«Only three 😀<|im_end|>»\n"
         ],
     ),
     # Llama 3: one bos, from the template; contents trimmed
@@ -301,61 +289,44 @@ CASES = {
         LLAMA_3,
         [U1, message("assistant", "  There are seven.\n\n"), U2, A2],
         [
-            _L1
-            + "«There are seven.<|eot_id|>»"
-            + _H.format("user")
-            + "And now?<|eot_id|>"
-            + _H.format("assistant")
-            + "«Only three 😀<|eot_id|>»"
+            f"{_L1}«There are seven.<|eot_id|>»{_H_USER}And now?<|eot_id|>{_H_ASSISTANT}"
+            "«Only three 😀<|eot_id|>»"
         ],
     ),
     "llama 3 system": Case(
         LLAMA_3,
         [SYSTEM, U1, A1],
         [
-            "<|begin_of_text|>"
-            + _H.format("system")
-            + "Be short, please.<|eot_id|>"
-            + _H.format("user")
-            + "How many apples are left?<|eot_id|>"
-            + _H.format("assistant")
-            + "«There are seven.<|eot_id|>»"
+            f"<|begin_of_text|>{_H_SYSTEM}Be short, please.<|eot_id|>{_H_USER}"
+            f"How many apples are left?<|eot_id|>{_H_ASSISTANT}«There are seven.<|eot_id|>»"
         ],
     ),
     "llama 3 tools": Case(
         LLAMA_3,
         [U1, C1, T1, A1],
         [
-            _L1
-            + '«{"name": "count", "parameters": {"what": "apples"}}<|eot_id|>»'
-            + _H.format("ipython")
-            + "7<|eot_id|>"
-            + _H.format("assistant")
-            + "«There are seven.<|eot_id|>»"
+            f'{_L1}«{{"name": "count", "parameters": {{"what": "apples"}}}}<|eot_id|>»{_H_IPYTHON}7<|eot_id|>'
+            f"{_H_ASSISTANT}«There are seven.<|eot_id|>»"
         ],
         tools=COUNT,
     ),
     # Qwen 3: thinking is shown after the last user's message only, and an empty block in the last turn
     "qwen 3 single": Case(
-        QWEN_3, [U1, A1], [_U1 + _BOT + "«<think>\n\n</think>\n\nThere are seven.<|im_end|>»\n"]
+        QWEN_3, [U1, A1], [f"{_U1}{_BOT}«<think>\n\n</think>\n\nThere are seven.<|im_end|>»\n"]
     ),
     "qwen 3 thinking": Case(
         QWEN_3,
         [U1, THOUGHT_1],
-        [_U1 + _BOT + "«<think>\nLet me count.\n</think>\n\nThere are seven.<|im_end|>»\n"],
+        [f"{_U1}{_BOT}«<think>\nLet me count.\n</think>\n\nThere are seven.<|im_end|>»\n"],
         counts={"thinking kept": 1},
     ),
     "qwen 3 turns": Case(
         QWEN_3,
         [U1, THOUGHT_1, U2, THOUGHT_2],
         [
-            _U1 + _BOT + "«<think>\nLet me count.\n</think>\n\nThere are seven.<|im_end|>»\n",
-            _U1
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "«<think>\nFour are gone.\n</think>\n\nOnly three 😀<|im_end|>»\n",
+            f"{_U1}{_BOT}«<think>\nLet me count.\n</think>\n\nThere are seven.<|im_end|>»\n",
+            f"{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}«<think>\nFour are gone.\n</think>\n\n"
+            "Only three 😀<|im_end|>»\n",
         ],
         counts={"turns split off": 1, "thinking kept": 2},
     ),
@@ -363,12 +334,8 @@ CASES = {
         QWEN_3,
         [U1, THOUGHT_1, U2, THOUGHT_2],
         [
-            _U1
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "«<think>\nFour are gone.\n</think>\n\nOnly three 😀<|im_end|>»\n",
+            f"{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}«<think>\nFour are gone.\n</think>\n\n"
+            "Only three 😀<|im_end|>»\n",
         ],
         {"earlier_turns": "mask"},
         counts={"turns masked": 1, "thinking kept": 1, "thinking left out": 1},
@@ -377,13 +344,8 @@ CASES = {
         QWEN_3,
         [U1, THOUGHT_1, U2, A2],
         [
-            "«"
-            + _U1
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "<think>\n\n</think>\n\nOnly three 😀<|im_end|>\n»",
+            f"«{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}<think>\n\n</think>\n\n"
+            "Only three 😀<|im_end|>\n»",
         ],
         {"train_on": "all"},
         counts={"thinking left out": 1},
@@ -392,13 +354,9 @@ CASES = {
         QWEN_3,
         TURNS,
         [
-            _U1 + _BOT + "<think>\n\n</think>\n\n«There are seven.<|im_end|>»\n",
-            _U1
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "<think>\n\n</think>\n\n«Only three 😀<|im_end|>»\n",
+            f"{_U1}{_BOT}<think>\n\n</think>\n\n«There are seven.<|im_end|>»\n",
+            f"{_U1}{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}<think>\n\n</think>\n\n"
+            "«Only three 😀<|im_end|>»\n",
         ],
         {"chat_template_kwargs": {"enable_thinking": False}},
         counts={"turns split off": 1},
@@ -408,40 +366,32 @@ CASES = {
         [U1, {**C1, "content": "Wait.", "reasoning_content": "Ask."}, T1, THOUGHT_1, U2, A2],
         [
             # A call and its answer belong together: both are shown as written until the next question.
-            _QT + _U1 + _BOT + "«<think>\nAsk.\n</think>\n\nWait.\n<tool_call>\n"
+            f"{_QT}{_U1}{_BOT}«<think>\nAsk.\n</think>\n\nWait.\n<tool_call>\n"
             '{"name": "count", "arguments": {"what": "apples"}}\n</tool_call><|im_end|>»\n'
-            "<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
-            + _BOT
-            + "«<think>\nLet me count.\n</think>\n\nThere are seven.<|im_end|>»\n",
-            _QT + _U1 + _BOT + 'Wait.\n<tool_call>\n{"name": "count", "arguments": {"what": "apples"}}\n'
+            f"<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n{_BOT}«<think>\n"
+            "Let me count.\n</think>\n\nThere are seven.<|im_end|>»\n",
+            f'{_QT}{_U1}{_BOT}Wait.\n<tool_call>\n{{"name": "count", "arguments": {{"what": "apples"}}}}\n'
             "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
-            + _BOT
-            + "There are seven.<|im_end|>\n"
-            + _U2
-            + _BOT
-            + "«<think>\n\n</think>\n\nOnly three 😀<|im_end|>»\n",
+            f"{_BOT}There are seven.<|im_end|>\n{_U2}{_BOT}«<think>\n\n</think>\n\n"
+            "Only three 😀<|im_end|>»\n",
         ],
         tools=COUNT,
         counts={"turns split off": 1, "thinking kept": 2},
     ),
     # Mistral: no generation prompt; tools stand before the last question, wherever that is
-    "mistral turns": Case(
-        MISTRAL, TURNS, ["<s>" + _M1 + "« There are seven.</s>»" + _M2 + "« Only three 😀</s>»"]
-    ),
+    "mistral turns": Case(MISTRAL, TURNS, [f"<s>{_M1}« There are seven.</s>»{_M2}« Only three 😀</s>»"]),
     "mistral last_assistant": Case(
         MISTRAL,
         TURNS,
-        ["<s>" + _M1 + " There are seven.</s>" + _M2 + "« Only three 😀</s>»"],
+        [f"<s>{_M1} There are seven.</s>{_M2}« Only three 😀</s>»"],
         {"train_on": "last_assistant"},
     ),
     "mistral tools": Case(
         MISTRAL,
         [U1, C1, T1, A1],
         [
-            "<s>"
-            + _MT
-            + _M1
-            + '«[TOOL_CALLS] [{"name": "count", "arguments": {"what": "apples"}, "id": "abc"}]</s>»'
+            f"<s>{_MT}{_M1}"
+            '«[TOOL_CALLS] [{"name": "count", "arguments": {"what": "apples"}, "id": "abc"}]</s>»'
             "[TOOL_RESULTS] 7[/TOOL_RESULTS]« There are seven.</s>»"
         ],
         tools=COUNT,
@@ -450,8 +400,8 @@ CASES = {
         MISTRAL,
         TURNS,
         [
-            "<s>" + _MT + _M1 + "« There are seven.</s>»",
-            "<s>" + _M1 + " There are seven.</s>" + _MT + _M2 + "« Only three 😀</s>»",
+            f"<s>{_MT}{_M1}« There are seven.</s>»",
+            f"<s>{_M1} There are seven.</s>{_MT}{_M2}« Only three 😀</s>»",
         ],
         tools=COUNT,
         counts={"turns split off": 1},
@@ -461,7 +411,7 @@ CASES = {
         GEMMA,
         [U1, message("assistant", " There are seven. "), U2, A2],
         [
-            _G1 + "«There are seven.<end_of_turn>»\n<start_of_turn>user\nAnd now?<end_of_turn>\n"
+            f"{_G1}«There are seven.<end_of_turn>»\n<start_of_turn>user\nAnd now?<end_of_turn>\n"
             "<start_of_turn>model\n«Only three 😀<end_of_turn>»\n"
         ],
     ),
@@ -469,7 +419,7 @@ CASES = {
         GEMMA,
         [U1, {**A1, "train": False}, {**U2, "train": True}, A2],
         [
-            _G1 + "There are seven.<end_of_turn>\n<start_of_turn>user\n«And now?<end_of_turn>»\n"
+            f"{_G1}There are seven.<end_of_turn>\n<start_of_turn>user\n«And now?<end_of_turn>»\n"
             "<start_of_turn>model\n«Only three 😀<end_of_turn>»\n"
         ],
     ),
@@ -477,43 +427,32 @@ CASES = {
     "phi turns": Case(
         PHI,
         TURNS,
-        [_P1 + "«There are seven.<|end|>»\n" + _P2 + "«Only three 😀<|end|>\n<|endoftext|>»"],
+        [f"{_P1}«There are seven.<|end|>»\n{_P2}«Only three 😀<|end|>\n<|endoftext|>»"],
     ),
     "phi system": Case(
         PHI,
         [SYSTEM, U1, A1],
-        ["<|system|>\nBe short, please.<|end|>\n" + _P1 + "«There are seven.<|end|>\n<|endoftext|>»"],
+        [f"<|system|>\nBe short, please.<|end|>\n{_P1}«There are seven.<|end|>\n<|endoftext|>»"],
     ),
     "phi all but one": Case(
         PHI,
         [U1, {**A1, "train": False}, U2, A2],
-        ["«" + _P1 + "»There are seven.<|end|>«\n" + _P2 + "Only three 😀<|end|>\n<|endoftext|>»"],
+        [f"«{_P1}»There are seven.<|end|>«\n{_P2}Only three 😀<|end|>\n<|endoftext|>»"],
         {"train_on": "all"},
     ),
     # GPT-OSS: the last turn ends with another token, and only it shows its thinking
     "gpt-oss single": Case(
         GPT_OSS,
         [message("developer", "Be short, please."), U1, A1],
-        [
-            "<|start|>developer<|message|>Be short, please.<|end|>"
-            + _O1
-            + "«"
-            + _FINAL
-            + "There are seven.<|return|>»"
-        ],
+        [f"<|start|>developer<|message|>Be short, please.<|end|>{_O1}«{_FINAL}There are seven.<|return|>»"],
     ),
     "gpt-oss turns": Case(
         GPT_OSS,
         [U1, THOUGHT_1, U2, THOUGHT_2],
         [
-            _O1
-            + "«"
-            + _THINK
-            + "Let me count.<|end|><|start|>assistant"
-            + _FINAL
-            + "There are seven.<|return|>»",
-            _O1 + _FINAL + "There are seven.<|end|>" + _O2 + "«" + _THINK + "Four are gone.<|end|>"
-            "<|start|>assistant" + _FINAL + "Only three 😀<|return|>»",
+            f"{_O1}«{_THINK}Let me count.<|end|><|start|>assistant{_FINAL}There are seven.<|return|>»",
+            f"{_O1}{_FINAL}There are seven.<|end|>{_O2}«{_THINK}Four are gone.<|end|><|start|>assistant"
+            f"{_FINAL}Only three 😀<|return|>»",
         ],
         counts={"turns split off": 1, "thinking kept": 2},
     ),
@@ -521,9 +460,9 @@ CASES = {
         GPT_OSS,
         [U1, C1, T1, A1],
         [
-            _O1 + '« to=functions.count<|channel|>commentary json<|message|>{"what": "apples"}<|call|>»'
+            f'{_O1}« to=functions.count<|channel|>commentary json<|message|>{{"what": "apples"}}<|call|>»'
             "<|start|>functions.count to=assistant<|channel|>commentary<|message|>7<|end|>"
-            "<|start|>assistant«" + _FINAL + "There are seven.<|return|>»",
+            f"<|start|>assistant«{_FINAL}There are seven.<|return|>»",
         ],
         tools=COUNT,
     ),
@@ -535,7 +474,7 @@ CASES = {
             for m in TURNS
         ],
         [
-            _D1 + "«There are seven.<｜end▁of▁sentence｜>»<｜User｜>And now?<｜Assistant｜>"
+            f"{_D1}«There are seven.<｜end▁of▁sentence｜>»<｜User｜>And now?<｜Assistant｜>"
             "«Only three 😀<｜end▁of▁sentence｜>»"
         ],
         counts={"generation prompt not in the rendering": 2, "thinking left out": 1},
@@ -543,7 +482,7 @@ CASES = {
     "deepseek-r1 same beginning": Case(
         DEEPSEEK_R1,
         [U1, message("assistant", "<three>")],  # shares "<th" with "<think>"
-        [_D1 + "«<three><｜end▁of▁sentence｜>»"],
+        [f"{_D1}«<three><｜end▁of▁sentence｜>»"],
         counts={"generation prompt not in the rendering": 1},
     ),
     "deepseek-r1 tools": Case(
