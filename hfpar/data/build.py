@@ -1,0 +1,200 @@
+"""From files to tokens: rows are read in chunks, and chunks are encoded here or in several processes.
+
+Whoever reads does no more than cut files into chunks; parsing, checking, rendering and tokenizing are the
+encoder's. Chunks come back in their order, and only a few are in memory at any time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from hfpar.config.schema import DataSource, FormatName, SFTConfig
+from hfpar.data.chat import EncodedRow, EncodeOptions, encode
+from hfpar.data.chunks import Chunk
+from hfpar.data.formats import to_example
+from hfpar.data.rows import Example, Place, Problem, RowError
+from hfpar.data.store import MAX_LISTED_PROBLEMS, DataReport, TokenBlock
+from hfpar.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+_BYTES_FOR_A_PROCESS = 16 * 2**20
+"""Starting a process takes as long as tokenizing about so much."""
+_MOST_PROCESSES = 16
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides what becomes of a row."""
+
+    format: FormatName
+    columns: Mapping[str, str] | None
+    options: EncodeOptions
+
+    @classmethod
+    def of(cls, config: SFTConfig, source: DataSource) -> Recipe:
+        """For one entry of `dataset`."""
+        options = EncodeOptions(
+            max_length=config.max_length,
+            on_overflow=config.on_overflow,
+            train_on=config.train_on,
+            earlier_turns=config.earlier_turns,
+            chat_template_kwargs=config.chat_template_kwargs or {},
+        )
+        return cls(
+            source.format or config.dataset_format,
+            config.dataset_columns if source.columns is None else source.columns,
+            options,
+        )
+
+
+def encode_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> TokenBlock:
+    """Parse, check, render and tokenize the rows of a chunk."""
+    examples, problems, num_rows = read_examples(chunk, recipe)
+    encoded = encode(examples, tokenizer, recipe.options)
+    places = [place for place, _ in examples]
+    return make_block(places, encoded, problems, num_rows)
+
+
+def read_examples(chunk: Chunk, recipe: Recipe) -> tuple[list[tuple[Place, Example]], list[Problem], int]:
+    """The rows of a chunk that are well-formed, what is wrong with the others, and how many there are."""
+    examples: list[tuple[Place, Example]] = []
+    problems: list[Problem] = []
+    for place, value in chunk.rows():
+        if isinstance(value, Problem):
+            problems.append(value)
+            continue
+        try:
+            examples.append((place, to_example(value, recipe.format, recipe.columns)))
+        except RowError as error:
+            problems.append(error.at(place))
+    return examples, problems, len(examples) + len(problems)
+
+
+def make_block(
+    places: Sequence[Place], encoded: Sequence[EncodedRow], problems: Sequence[Problem], num_rows: int
+) -> TokenBlock:
+    """Samples as arrays, with everything counted. `problems` are those of rows that weren't encoded."""
+    counts: Counter[str] = Counter()
+    found = list(problems)
+    samples, rows = [], []
+    for place, row in zip(places, encoded, strict=True):
+        counts.update(row.counts)
+        if row.problem is not None:
+            found.append(row.problem)
+        samples += row.samples
+        rows += [place.number] * len(row.samples)
+    found.sort(key=lambda problem: problem.place.number)
+    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+    total = int(lengths.sum())
+    input_ids = np.fromiter(
+        itertools.chain.from_iterable(sample.input_ids for sample in samples), dtype=np.uint32, count=total
+    )
+    trained = np.fromiter(
+        itertools.chain.from_iterable(sample.trained for sample in samples), dtype=np.bool_, count=total
+    )
+    trained[np.cumsum(lengths) - lengths] = False  # nothing predicts a sample's first token
+    report = DataReport(
+        num_rows=num_rows,
+        num_samples=len(samples),
+        num_tokens=total,
+        num_label_tokens=int(trained.sum()),
+        max_token_id=int(input_ids.max()) if total else 0,
+        counts=counts,
+        problems=Counter(problem.kind for problem in found),
+        listed_problems=[str(problem) for problem in found[:MAX_LISTED_PROBLEMS]],
+    )
+    return TokenBlock(input_ids, trained, lengths, np.array(rows, dtype=np.int64), report)
+
+
+# Several processes
+
+
+def useful_processes(num_bytes: int, wanted: int | None) -> int:
+    """How many processes to encode in: as wanted, or as many as the size of the data is worth."""
+    if wanted is not None:
+        return wanted
+    available = len(os.sched_getaffinity(0))
+    return max(1, min(available, _MOST_PROCESSES, num_bytes // _BYTES_FOR_A_PROCESS))
+
+
+def map_chunks(
+    function: Callable[[Chunk, Any, Recipe], T],
+    chunks: Iterable[Chunk],
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    num_proc: int = 1,
+) -> Generator[tuple[Chunk, T], None, None]:
+    """Yield each chunk with `function(chunk, tokenizer, recipe)`, in order, computed in `num_proc` processes.
+
+    Raises:
+        DataError: a process died, out of memory perhaps.
+    """
+    if num_proc == 1:
+        for chunk in chunks:
+            yield chunk, function(chunk, tokenizer, recipe)
+        return
+    # Not forked: by now this process may have threads, of the tokenizer and of the process group.
+    pool = ProcessPoolExecutor(
+        num_proc,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_keep,
+        initargs=(function, tokenizer, recipe),
+    )
+    pending: deque[tuple[Chunk, Future[T]]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append((chunk, pool.submit(_apply, chunk)))
+            if len(pending) >= 2 * num_proc:
+                done, future = pending.popleft()
+                yield done, future.result()
+        while pending:
+            done, future = pending.popleft()
+            yield done, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "dataset_num_proc: a process that tokenizes was killed (often: the machine is out of memory); "
+            f"use fewer than {num_proc}"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Worker:
+    """What a process of the pool was given at its start."""
+
+    function: Callable[[Chunk, Any, Recipe], Any]
+    tokenizer: Any
+    recipe: Recipe
+
+
+def _keep(function: Callable[[Chunk, Any, Recipe], Any], tokenizer: Any, recipe: Recipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _Worker.function, _Worker.tokenizer, _Worker.recipe = staticmethod(function), tokenizer, recipe
+
+
+def _apply(chunk: Chunk) -> Any:
+    return _Worker.function(chunk, _Worker.tokenizer, _Worker.recipe)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
