@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -76,8 +77,14 @@ class TrainerState:
     """`StepLoader.fingerprint`: with other samples, `step_in_epoch` is another place."""
 
 
-def on_main(layout: Layout, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0; give every rank its result, or raise its error on every rank."""
+def on_main(layout: Layout, work: Callable[[], T], *, may_take_long: str = "") -> T:
+    """Do `work` on rank 0; give every rank its result, or raise its error on every rank.
+
+    Args:
+        layout: the rank's place.
+        work: what to do.
+        may_take_long: a name, of its own for each call, for work that may take longer than a collective waits.
+    """
     outcome: list[Any] = [None, None]
     if layout.rank == 0:
         try:
@@ -86,11 +93,22 @@ def on_main(layout: Layout, work: Callable[[], T]) -> T:
             outcome[1] = error
         except OSError as error:
             outcome[1] = ConfigError(f"{error.filename or 'output_dir'}: {error.strerror or error}")
+    if may_take_long:
+        _wait_for_main(layout, f"hfpar/done/{may_take_long}")
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+def _wait_for_main(layout: Layout, key: str) -> None:
+    """Without a time limit, and so that Ctrl-C gets through; a launcher ends those that wait for a dead rank."""
+    store = dist.distributed_c10d._get_default_store()
+    if layout.rank == 0:
+        store.set(key, "1")
+    while not store.check([key]):
+        time.sleep(0.05)
 
 
 # The run folder

@@ -4,60 +4,187 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig
 
-from hfpar.config.schema import SFTConfig
-from hfpar.data.chat import TokenizeReport, tokenize_rows
+from hfpar.config.schema import DataSource, SFTConfig
+from hfpar.data.build import Recipe
+from hfpar.data.cache import TokenCache, TokenRequest
+from hfpar.data.chunks import Chunk
 from hfpar.data.loader import StepLoader
 from hfpar.data.packing import pack
-from hfpar.data.sources import load_conversations
-from hfpar.data.stream import Sample, TokenStream, build_stream
+from hfpar.data.sources import resolve
+from hfpar.data.store import DataReport, Selection, TokenStore
+from hfpar.data.stream import TokenStream, build_stream
+from hfpar.data.streaming import StreamLoader, WindowReader
 from hfpar.errors import ConfigError, DataError
 from hfpar.parallel.layout import Layout
+from hfpar.train.checkpoint import on_main
+from hfpar.train.model import ModelSource
+from hfpar.train.progress import RowsBar
 
 
 @dataclass(frozen=True)
 class RunData:
     """What a run is trained and evaluated on, the same on every rank."""
 
-    samples: list[Sample]
-    report: TokenizeReport
-    eval_samples: list[Sample]
+    samples: Selection
+    """Those to train on; none where they are streamed."""
+    report: DataReport
+    eval_samples: Selection
+    segments: list[tuple[int, float]]
+    """Of `samples`, source after source: how many, and with what weight."""
+    windows: WindowReader | None = None
+    """What is streamed."""
 
 
-def read_data(
-    config: SFTConfig, tokenizer: Any, layout: Layout, *, model_config: PretrainedConfig
-) -> RunData:
-    """Read, tokenize and label the data.
+def read_data(config: SFTConfig, source: ModelSource, layout: Layout) -> RunData:
+    """Find the data's tokens in the cache, or make them on rank 0.
 
     Args:
-        config: names the files.
-        tokenizer: with its chat template.
+        config: names the data.
+        source: the model's tokenizer, with its chat template, and its bounds on lengths and token ids.
         layout: for the number of data-parallel ranks, each of which needs a sample.
-        model_config: the model's, which bounds lengths and token ids.
 
     Raises:
-        DataError: nothing usable in the files; the message names the line.
+        BadRowsError: rows that can't be used; each is listed with its line.
+        DataError: data that can't be read at all, or nothing usable in it.
         ConfigError: fewer samples than ranks, or samples that don't fit the model.
     """
-    assert config.dataset is not None
-    samples, report = _read("dataset", config.dataset, tokenizer, config.max_length)
+    cache = TokenCache(cache_folder(config), source.tokenizer, source.folder)
+    eval_stores = _stores("eval_dataset", config, cache, layout)
+    if config.streaming:
+        chosen_eval = Selection(eval_stores)
+        windows = _window_reader(config, source, layout)
+        return RunData(Selection([]), DataReport(), chosen_eval, [], windows)
+    stores = _stores("dataset", config, cache, layout)
+    kept, held_out = hold_out(stores, config.eval_fraction, config.seed)
+    samples = Selection(stores, kept)
+    eval_samples = Selection(stores, held_out) if config.eval_fraction else Selection(eval_stores)
     if len(samples) < layout.dp_size:
         raise ConfigError(
             f"dataset: {len(samples)} usable samples for {layout.dp_size} data-parallel ranks; "
             f"use --num_processes {len(samples)} or fewer"
         )
-    check_fit("dataset", samples, model_config)
-    eval_samples: list[Sample] = []
-    if config.eval_dataset is not None:
-        eval_samples, _ = _read("eval_dataset", config.eval_dataset, tokenizer, config.max_length)
-        check_fit("eval_dataset", eval_samples, model_config)
-    return RunData(samples, report, eval_samples)
+    weights = [entry.weight for entry in data_sources(config.dataset)]
+    segments = list(zip(samples.sizes, weights, strict=True))
+    for key, selection in (("dataset", samples), ("eval_dataset", eval_samples)):
+        if len(selection):
+            check_fit(key, selection.lengths, _largest_token(selection), source.config)
+    report = DataReport()
+    for store in stores:
+        report.add(store.report)
+    return RunData(samples, report, eval_samples, segments)
 
 
-def check_fit(key: str, samples: Sequence[Sample], model_config: PretrainedConfig) -> None:
+def cache_folder(config: SFTConfig) -> Path:
+    """Where tokenized data is kept."""
+    from huggingface_hub.constants import HF_HOME
+
+    return (
+        Path(HF_HOME, "hfpar", "tokens")
+        if config.token_cache is None
+        else Path(config.token_cache).expanduser()
+    )
+
+
+def data_sources(dataset: str | Sequence[str | DataSource] | None) -> list[DataSource]:
+    """The entries of `dataset` or `eval_dataset`."""
+    if dataset is None:
+        return []
+    entries = [dataset] if isinstance(dataset, str) else dataset
+    return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> list[TokenStore]:
+    """The tokens of each entry of `dataset` or `eval_dataset`. All ranks together."""
+    sources = data_sources(getattr(config, key))
+    if not sources:
+        return []
+
+    def build() -> list[str]:
+        requests = [_request(key, entry, config) for entry in sources]
+        num_bytes = sum(file.num_bytes for request in requests for file in request.files)
+        with RowsBar(f"Tokenizing {key}", num_bytes) as bar:
+
+            def progress(chunk: Chunk, num_rows: int) -> None:
+                bar.add(chunk.path, chunk.num_bytes, num_rows)
+
+            options: dict[str, Any] = {"progress": progress, "say": bar.message}
+            return [
+                cache.get(request, num_proc=config.dataset_num_proc, **options).key for request in requests
+            ]
+
+    keys = on_main(layout, build, may_take_long=key)
+    # A node that doesn't share rank 0's cache builds its own.
+    stores = [
+        cache.find(name) or cache.get(_request(key, entry, config))
+        for name, entry in zip(keys, sources, strict=True)
+    ]
+    report = DataReport()
+    for store in stores:
+        report.add(store.report)
+    if not report.num_samples:
+        raise DataError(
+            f"{key}: none of the {report.num_rows} rows can be trained on; {explain(report, config.max_length)}"
+        )
+    return stores
+
+
+def _request(key: str, source: DataSource, config: SFTConfig) -> TokenRequest:
+    try:
+        files = resolve(source)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    return TokenRequest(files, Recipe.of(config, source), config.bad_rows == "skip")
+
+
+def explain(report: DataReport, max_length: int) -> str:
+    """What was left out, and why, in words."""
+    parts = [
+        f"{report.counts['too long']} are longer than max_length {max_length}",
+        f"{report.counts['without label']} have nothing to learn",
+    ]
+    parts += [f"{count} {kind}" for kind, count in report.problems.most_common()]
+    return ", ".join(parts)
+
+
+def hold_out(
+    stores: Sequence[TokenStore], fraction: float, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Split samples into those to train on and those held out; samples of one row stay together.
+
+    Returns:
+        For each store the numbers of its samples that are kept, and of those that are held out, in order.
+
+    Raises:
+        ConfigError: a fraction that leaves nothing on one side.
+    """
+    kept, held_out = [], []
+    for number, store in enumerate(stores):
+        is_new = np.ones(len(store), dtype=bool)
+        is_new[1:] = (np.diff(store.rows) != 0) | (np.diff(store.files) != 0)
+        num_rows = int(is_new.sum())
+        order = np.random.Generator(np.random.Philox([seed, number])).permutation(num_rows)
+        is_out = np.isin(np.cumsum(is_new) - 1, order[: round(fraction * num_rows)])
+        kept.append(np.flatnonzero(~is_out))
+        held_out.append(np.flatnonzero(is_out))
+    if fraction and not (sum(map(len, kept)) and sum(map(len, held_out))):
+        raise ConfigError(
+            f"eval_fraction: {fraction} of {sum(map(len, stores))} samples leaves nothing to "
+            f"{'train on' if not sum(map(len, kept)) else 'evaluate'}"
+        )
+    return kept, held_out
+
+
+def _largest_token(selection: Selection) -> int:
+    return max(store.report.max_token_id for store in selection.stores)
+
+
+def check_fit(key: str, lengths: np.ndarray, largest_token: int, model_config: PretrainedConfig) -> None:
     """Refuse samples that the model can't take, or not the same in every batch.
 
     Raises:
@@ -65,25 +192,24 @@ def check_fit(key: str, samples: Sequence[Sample], model_config: PretrainedConfi
             both sides of where longrope changes its factors.
     """
     text_config = model_config.get_text_config()
-    lengths = [len(sample.input_ids) for sample in samples]
+    shortest, longest = int(lengths.min()), int(lengths.max())
     max_positions = getattr(text_config, "max_position_embeddings", None)
-    if max_positions is not None and max(lengths) > max_positions:
+    if max_positions is not None and longest > max_positions:
         raise ConfigError(
-            f"max_length: a sample of {key} has {max(lengths)} tokens, but the model has {max_positions} "
+            f"max_length: a sample of {key} has {longest} tokens, but the model has {max_positions} "
             f"positions; set max_length to {max_positions} or less"
         )
     vocab_size = getattr(text_config, "vocab_size", None)
-    largest = max(max(sample.input_ids) for sample in samples)
-    if vocab_size is not None and largest >= vocab_size:
+    if vocab_size is not None and largest_token >= vocab_size:
         raise ConfigError(
-            f"model_name_or_path: its tokenizer makes token {largest} of {key}, but the model has {vocab_size} "
+            f"model_name_or_path: its tokenizer makes token {largest_token} of {key}, but the model has {vocab_size} "
             "tokens; use the model's own tokenizer, or resize the model's embeddings first"
         )
     # Transformers gives a whole call the factors of its longest document: batches would decide a short one's.
     short = _longest_short_of_longrope(text_config)
-    if short is not None and min(lengths) <= short < max(lengths):
+    if short is not None and shortest <= short < longest:
         raise ConfigError(
-            f"max_length: {key} has samples of {min(lengths)} and of {max(lengths)} tokens, but the model's longrope "
+            f"max_length: {key} has samples of {shortest} and of {longest} tokens, but the model's longrope "
             f"computes those up to {short} in another way, and a batch in one way; set max_length to {short} or less"
         )
 
@@ -100,39 +226,49 @@ def _longest_short_of_longrope(text_config: Any) -> int | None:
     return min(bounds, default=None)
 
 
-def _read(
-    key: str, paths: str | list[str], tokenizer: Any, max_length: int
-) -> tuple[list[Sample], TokenizeReport]:
-    try:
-        return tokenize_rows(load_conversations(paths), tokenizer, max_length)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
-
-
-def make_loader(
-    config: SFTConfig, samples: Sequence[Sample], layout: Layout, *, pad_token_id: int
-) -> StepLoader:
-    """The order in which this rank sees the samples."""
-    assert config.gradient_accumulation_steps is not None
-    return StepLoader(
-        samples,
-        seed=config.seed,
-        dp_size=layout.dp_size,
-        dp_rank=layout.dp_rank,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        max_tokens_per_batch=config.max_tokens_per_batch,
-        pad_token_id=pad_token_id,
+def _window_reader(config: SFTConfig, source: ModelSource, layout: Layout) -> WindowReader:
+    """What is streamed. Hub data sets are looked up on rank 0 first."""
+    sources = data_sources(config.dataset)
+    on_main(
+        layout,
+        lambda: [_request("dataset", entry, config) for entry in sources] and None,
+        may_take_long="stream",
+    )
+    return WindowReader(
+        [_request("dataset", entry, config) for entry in sources],
+        [entry.weight for entry in sources],
+        source.tokenizer,
+        rows=config.streaming_window,
+        check=lambda block: check_fit("dataset", block.lengths, block.report.max_token_id, source.config),
     )
 
 
-def eval_batches(samples: Sequence[Sample], config: SFTConfig, layout: Layout) -> list[TokenStream]:
+def make_loader(
+    config: SFTConfig, run_data: RunData, layout: Layout, *, pad_token_id: int
+) -> StepLoader | StreamLoader:
+    """The order in which this rank sees the samples."""
+    assert config.gradient_accumulation_steps is not None
+    batches: dict[str, Any] = {
+        "seed": config.seed,
+        "dp_size": layout.dp_size,
+        "dp_rank": layout.dp_rank,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "max_tokens_per_batch": config.max_tokens_per_batch,
+        "pad_token_id": pad_token_id,
+    }
+    if run_data.windows is not None:
+        return StreamLoader(run_data.windows, **batches)
+    return StepLoader(run_data.samples, sources=run_data.segments, **batches)
+
+
+def eval_batches(samples: Selection, config: SFTConfig, layout: Layout) -> list[TokenStream]:
     """This rank's share of the held-out samples, as many batches as every other rank has.
 
     Packed as in training if training is packed; otherwise `per_device_eval_batch_size` samples of like length
     a batch. The mean over all label tokens is the same either way.
     """
-    lengths = [len(sample.input_ids) for sample in samples]
+    lengths = samples.lengths.tolist()
     if config.max_tokens_per_batch is not None:
         batches = pack(lengths, config.max_tokens_per_batch)
     else:

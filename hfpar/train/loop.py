@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hfpar.config.schema import SFTConfig
 from hfpar.data.loader import StepLoader
 from hfpar.data.stream import TokenStream
+from hfpar.data.streaming import StreamLoader
 from hfpar.engine.base import Engine
 from hfpar.errors import ConfigError, HfparError
 from hfpar.parallel.layout import Layout
@@ -31,15 +32,19 @@ class Schedule:
 
     total_steps: int
     steps_per_epoch: int
+    """Of the first epoch, or of the first window of a stream."""
     global_batch: int
     """Samples (padded) or packs (packed) an optimizer step takes."""
 
     @classmethod
-    def of(cls, config: SFTConfig, *, steps_per_epoch: int, layout: Layout) -> Schedule:
+    def of(cls, config: SFTConfig, loader: StepLoader | StreamLoader, layout: Layout) -> Schedule:
         """From `max_steps`, or else `num_train_epochs`."""
-        total = (
-            config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
-        )
+        if config.max_steps > 0:
+            total = config.max_steps
+        else:
+            assert isinstance(loader, StepLoader)  # a stream needs max_steps
+            total = loader.total_steps(config.num_train_epochs)
+        steps_per_epoch = loader.num_steps(0)
         per_rank = (config.per_device_train_batch_size or 1) * (config.gradient_accumulation_steps or 1)
         return cls(total, steps_per_epoch, per_rank * layout.dp_size)
 
@@ -53,7 +58,7 @@ class Trainer:
         config: SFTConfig,
         layout: Layout,
         engine: Engine,
-        loader: StepLoader,
+        loader: StepLoader | StreamLoader,
         lr_schedule: LRScheduler,
         schedule: Schedule,
         eval_batches: Sequence[TokenStream],

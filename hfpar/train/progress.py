@@ -352,3 +352,37 @@ def _explained_os_errors(path: Path) -> Iterator[None]:
             f"{path}: {error.strerror or error}; the metrics need a folder that can be written and a disk"
             " with free space (output_dir names another one)"
         ) from error
+
+
+class RowsBar:
+    """How much of the data is read and tokenized, for work that takes more than a moment."""
+
+    def __init__(self, title: str, num_bytes: int) -> None:
+        """Show nothing yet. `num_bytes` is the size of all files, 0 where nobody knows it."""
+        unit = "B" if num_bytes else " rows"
+        self._bar = tqdm(
+            desc=title,
+            total=num_bytes or None,
+            unit=unit,
+            unit_scale=True,
+            delay=2,
+            leave=False,
+            disable=None,
+        )
+        self._num_rows = 0
+
+    def __enter__(self) -> "RowsBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, path: str, num_bytes: int, num_rows: int) -> None:
+        """Count a piece of a file that is done."""
+        self._num_rows += num_rows
+        self._bar.set_postfix_str(f"{format_count(self._num_rows)} rows, {Path(path).name}", refresh=False)
+        self._bar.update(num_bytes if self._bar.total else num_rows)
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(text, file=sys.stderr)

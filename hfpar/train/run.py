@@ -94,9 +94,9 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
     source = inputs.find_checked_model(config, layout)
-    run_data = data.read_data(config, source.tokenizer, layout, model_config=source.config)
-    loader = data.make_loader(config, run_data.samples, layout, pad_token_id=source.pad_token_id)
-    schedule = loop.Schedule.of(config, steps_per_epoch=loader.num_steps(0), layout=layout)
+    run_data = data.read_data(config, source, layout)
+    loader = data.make_loader(config, run_data, layout, pad_token_id=source.pad_token_id)
+    schedule = loop.Schedule.of(config, loader, layout)
     folder = checkpoint.RunFolder(config, layout)
 
     engine = build_engine(
@@ -124,7 +124,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     summary.show(config, launch, layout, engine, loader, schedule, run_data, trainer.position)
     trainer.train(trackers.start(accelerator, config))
     export.export_model(engine, source.tokenizer, folder.path, layout)
-    summary.finish(folder.path, layout)
+    summary.finish(folder.path, run_data, layout)
     folder.release()
     engine.close()
     accelerate_launch.finish(accelerator)

@@ -9,6 +9,8 @@ import torch
 from hfpar.accelerator import Launch
 from hfpar.config.schema import SFTConfig
 from hfpar.data.loader import StepLoader
+from hfpar.data.store import DataReport
+from hfpar.data.streaming import StreamLoader
 from hfpar.engine.base import Engine
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import TrainerState
@@ -18,13 +20,15 @@ from hfpar.train.loss import unwrap_peft
 from hfpar.train.plots import plot_loss
 from hfpar.train.progress import METRICS_FILE, format_bytes, format_count, print_summary
 
+_DROPPED = ("too long", "without label")
+
 
 def show(
     config: SFTConfig,
     launch: Launch,
     layout: Layout,
     engine: Engine,
-    loader: StepLoader,
+    loader: StepLoader | StreamLoader,
     schedule: Schedule,
     run_data: RunData,
     position: TrainerState,
@@ -36,12 +40,11 @@ def show(
     ]
     num_all = sum(count for count, _ in parameters)
     num_trained = sum(count for count, trained in parameters if trained)
-    report = run_data.report
-    dropped = f"{report.num_too_long} too long, {report.num_without_label} without a label"
     if config.max_tokens_per_batch is not None:
         batches = f"packed to {config.max_tokens_per_batch} tokens"
     else:
         batches = f"{config.per_device_train_batch_size} samples"
+    per = "in the first window" if config.streaming else "an epoch"
     devices = f"{layout.world_size} x {engine.device.type}"
     rows = [
         (
@@ -50,14 +53,10 @@ def show(
         ),
         ("model", f"{config.model_name_or_path} ({type(_base(engine)).__name__}, {config.dtype})"),
         ("parameters", f"{format_count(num_trained)} trained of {format_count(num_all)}"),
-        ("data", f"{report.num_samples} samples (dropped: {dropped}), {len(run_data.eval_samples)} held out"),
-        (
-            "tokens",
-            f"{format_count(report.num_tokens)}, of them {format_count(report.num_label_tokens)} labels",
-        ),
+        *_data_rows(config, run_data),
         ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} ranks"),
         ("padding saved", f"{100 * loader.padding_saved:.0f} % of what padded batches would compute"),
-        ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} an epoch), from {position.step}"),
+        ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} {per}), from {position.step}"),
         ("memory", f"{format_bytes(memory)} on the fullest rank, before the first step"),
         ("run folder", str(config.output_dir)),
     ]
@@ -65,13 +64,46 @@ def show(
         print_summary(rows, "hfpar fine-tuning")
 
 
+def _data_rows(config: SFTConfig, run_data: RunData) -> list[tuple[str, str]]:
+    held_out = f"{len(run_data.eval_samples)} held out"
+    if run_data.windows is not None:
+        return [("data", f"streamed in windows of {config.streaming_window} rows, {held_out}")]
+    report = run_data.report
+    samples = f"{len(run_data.samples)} samples ({dropped(report)}), {held_out}"
+    weights = [weight for _, weight in run_data.segments]
+    rows = [("data", samples)]
+    if any(weight != 1 for weight in weights):
+        parts = [f"{count} x {weight:g}" for count, weight in run_data.segments]
+        rows.append(("an epoch", " + ".join(parts) + " samples"))
+    tokens = f"{format_count(report.num_tokens)}, of them {format_count(report.num_label_tokens)} labels"
+    rows.append(("tokens", f"{tokens} (train_on {config.train_on})"))
+    return rows + notes(report)
+
+
+def dropped(report: DataReport) -> str:
+    """What was left out, in words."""
+    text = f"dropped: {report.counts['too long']} too long, {report.counts['without label']} without a label"
+    return text + (f"; {report.num_bad_rows} bad rows skipped" if report.num_bad_rows else "")
+
+
+def notes(report: DataReport) -> list[tuple[str, str]]:
+    """What else was done to rows that are used, and what was wrong with the others."""
+    done = [f"{count} {kind}" for kind, count in report.counts.most_common() if kind not in _DROPPED]
+    bad = [f"{count} {kind}" for kind, count in report.problems.most_common()]
+    return [(name, ", ".join(parts)) for name, parts in (("rows", done), ("bad rows", bad)) if parts]
+
+
 def _base(engine: Engine) -> torch.nn.Module:
     return unwrap_peft(engine.module)
 
 
-def finish(output_dir: Path, layout: Layout) -> None:
-    """Draw the loss curve and say where everything is. Rank 0."""
+def finish(output_dir: Path, run_data: RunData, layout: Layout) -> None:
+    """Draw the loss curve and say where everything is, and what became of a stream's rows. Rank 0."""
     if layout.rank != 0:
         return
+    if run_data.windows is not None:
+        report = run_data.windows.report
+        rows = [("data", f"{report.num_samples} samples of {report.num_rows} rows read ({dropped(report)})")]
+        print_summary(rows + notes(report), "streamed")
     plot_loss(output_dir / METRICS_FILE, output_dir / "loss.png")
     print(f"Finished: model, metrics.jsonl and loss.png are in {output_dir}")
