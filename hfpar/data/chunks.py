@@ -98,7 +98,7 @@ def json_reason(error: Exception) -> str:
 
 def _parse_line(line: bytes) -> Any:
     try:
-        text = line.decode("utf-8").strip()
+        text = line.decode("utf-8").rstrip()
     except UnicodeDecodeError as error:
         return _Bad("not UTF-8", f"not UTF-8 (byte {error.start + 1} of the line)")
     if not text:
@@ -148,7 +148,7 @@ def _parse_arrow(payload: bytes) -> Iterator[Any]:
     names, types = table.schema.names, table.schema.types
     try:
         rows = table.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         rows = [_one_arrow_row(table.slice(index, 1)) for index in range(table.num_rows)]
     has_json = "arrow.json" in str(table.schema)
     for row in rows:
@@ -162,7 +162,9 @@ def _one_arrow_row(table: Any) -> Any:
     try:
         return table.to_pylist()[0]
     except UnicodeDecodeError:
-        return _Bad("not UTF-8", "holds text that is not UTF-8")
+        return _Bad("not UTF-8", "a text is not UTF-8")
+    except (ValueError, OverflowError) as error:
+        return _Bad("wrong type", f"cannot be read: {' '.join(str(error).split())}")
 
 
 def _decode_json(value: Any, kind: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from hfpar.data import readers
 from hfpar.data.byte_source import ByteSource
 from hfpar.data.chunks import Chunk, has_escaped_bytes, json_reason
-from hfpar.data.readers import BYTE_ORDER_MARK, REST_IS_LOST, problem_chunk, too_long
+from hfpar.data.readers import BYTE_ORDER_MARK, REST_IS_LOST, SKIP_BYTES, problem_chunk, too_long
 from hfpar.data.rows import Place, Problem, RowError
 from hfpar.errors import DataError
 
@@ -24,23 +24,30 @@ def is_json_list(path: str, compression: str | None) -> bool:
         DataError: it is neither.
     """
     with ByteSource(path, compression) as source:
+        first = _next_line(source).removeprefix(BYTE_ORDER_MARK)
+        if not first.strip():
+            first = _next_line(source)
+        if first.lstrip().startswith(b"["):
+            return True
+        second = _next_line(source) if first.endswith(b"\n") else b""
+    if second and not second.lstrip().startswith(b"{"):
         try:
-            block = source.read(_BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()
-            while not block and (data := source.read(_BLOCK)):
-                block = data.lstrip()
-        except RowError:
-            return False
-    if block.startswith(b"["):
-        return True
-    line, _, rest = block.partition(b"\n")
-    if rest.strip() and not rest.lstrip().startswith(b"{"):
-        try:
-            json.loads(line)
+            json.loads(first)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{path}: one JSON object over several lines, where a list of rows or one row a line is needed"
             ) from error
     return False
+
+
+def _next_line(source: ByteSource) -> bytes:
+    """The start of the next line that isn't empty, or nothing."""
+    try:
+        while (line := source.readline(SKIP_BYTES)) and not line.strip():
+            pass
+    except RowError:
+        return b""
+    return line
 
 
 def read_json_list(source: ByteSource, limits: tuple[int, int]) -> Iterator[Chunk]:
@@ -79,6 +86,8 @@ class _Text:
         self.position = 0
         self.line = 1
         """Of the position, from 1."""
+        self.num_before = 0
+        """Characters of the window's first line that stand before the window."""
         self.at_end = False
 
     def values(self) -> Iterator[tuple[int, Any, int]]:
@@ -104,18 +113,17 @@ class _Text:
         if self._peek():
             raise RowError("broken JSON", "not valid JSON: more text behind the end of the list")
 
-    def _more(self) -> bool:
-        """Read at least a block, or as much again as is waiting; False at the end."""
-        parts = [self.text[self.position :]]
-        wanted = max(_BLOCK, len(parts[0]))
+    def _more(self) -> None:
+        """Read at least a block, or as much again as is waiting, and let go of what is passed."""
+        passed, rest = self.text[: self.position], self.text[self.position :]
+        self.num_before = len(passed) - passed.rfind("\n") - 1 + (0 if "\n" in passed else self.num_before)
+        parts, wanted = [rest], max(_BLOCK, len(rest))
         while wanted > 0 and not self.at_end:
             data = self.source.read(_BLOCK)
             self.at_end = not data
             parts.append(self.decode(data, self.at_end))
             wanted -= len(data)
-        num_old = len(parts[0])
         self.text, self.position = "".join(parts), 0
-        return len(self.text) > num_old
 
     def _peek(self) -> str:
         """The next character that isn't white space, or nothing at the end."""
@@ -126,22 +134,22 @@ class _Text:
             self.line += self.text.count("\n", start, self.position)
             if self.position < len(self.text):
                 return self.text[self.position]
-            if not self._more():
+            if self.at_end:
                 return ""
+            self._more()
 
     def _value(self) -> tuple[int, Any, int]:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.position)
             except (ValueError, RecursionError) as error:
-                if self._may_be_unfinished(error):
-                    if self._more():
-                        continue
-                    raise RowError("file cut short", "the file ends before its list is closed") from error
-                raise RowError("broken JSON", self._reason(error) + REST_IS_LOST) from error
-            # A number may go on behind the window.
-            if end < len(self.text) or not self._more():
+                if not self.at_end and self._may_be_unfinished(error):
+                    self._more()
+                    continue
+                raise self._problem(error) from error
+            if end < len(self.text) or self.at_end:
                 return self._pass(value, end)
+            self._more()  # a number may go on behind the window
 
     def _may_be_unfinished(self, error: Exception) -> bool:
         if len(self.text) - self.position > readers.MAX_LINE_BYTES:
@@ -150,12 +158,17 @@ class _Text:
             error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
         )
 
-    def _reason(self, error: Exception) -> str:
+    def _problem(self, error: Exception) -> RowError:
         if not isinstance(error, json.JSONDecodeError):
-            return json_reason(error)
+            return RowError("broken JSON", json_reason(error) + REST_IS_LOST)
+        if self.at_end and (error.pos >= len(self.text) or error.msg.startswith("Unterminated string")):
+            return RowError("file cut short", "the file ends before its list is closed")
         line = self.line + self.text.count("\n", self.position, error.pos)
-        column = error.pos - self.text.rfind("\n", 0, error.pos)
-        return f"not valid JSON: {error.msg} at line {line}, column {column}"
+        before = self.text.rfind("\n", 0, error.pos)
+        column = error.pos - before + (self.num_before if before < 0 else 0)
+        return RowError(
+            "broken JSON", f"not valid JSON: {error.msg} at line {line}, column {column}{REST_IS_LOST}"
+        )
 
     def _pass(self, value: Any, end: int) -> tuple[int, Any, int]:
         text, line = self.text[self.position : end], self.line

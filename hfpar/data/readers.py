@@ -15,6 +15,7 @@ MAX_LINE_BYTES = 32 << 20
 """Longer lines are problems, and are never held in memory."""
 SKIP_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EMPTY: dict[ChunkForm, Any] = {"lines": b"\n", "cells": []}
 REST_IS_LOST = "; the rest of the file isn't read"
 
 
@@ -75,6 +76,10 @@ class ChunkBuilder:
             yield Chunk(self.path, self.unit, first, self.form, self.pack(items))
 
     def _empty_lines(self) -> Iterator[Chunk]:
+        if self._num_empty <= self.limits[0]:
+            self._items += [_EMPTY[self.form]] * self._num_empty
+            self._num_empty = 0
+            return
         yield from self.flush()
         first, count, self._num_empty = self.number - self._num_empty + 1, self._num_empty, 0
         yield Chunk(self.path, self.unit, first, "empty lines", count)

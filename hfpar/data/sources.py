@@ -103,7 +103,7 @@ def resolve(source: DataSource) -> list[DataFile]:
     path = os.path.expanduser(source.path)
     if os.path.isdir(path):
         return [_saved_data_set(path, source)]
-    if os.path.exists(path):
+    if os.path.lexists(path):
         return [_file(path, source)]
     hub = _hub_data_set(path, source)
     if hub:
@@ -177,7 +177,8 @@ def _file(path: str, source: DataSource) -> DataFile:
     suffix, compression = _suffixes(path)
     kind = _KINDS.get(suffix)
     if not os.path.isfile(path):
-        raise DataError(f"{path}: not a regular file")
+        what = "not a regular file" if os.path.exists(path) else "a link to a file that doesn't exist"
+        raise DataError(f"{path}: {what}")
     if kind is None:
         raise DataError(f"{path}: unknown kind of file; allowed are {_ALLOWED}")
     if compression and kind in ("parquet", "arrow"):
@@ -244,22 +245,3 @@ def _matches(pattern: str, source: DataSource) -> list[DataFile]:
     if not files:
         raise DataError(f"{pattern}: no file matches")
     return [_saved_data_set(path, source) if path in saved else _file(path, source) for path in files]
-
-
-def load_conversations(paths: str | list[str]) -> list[dict[str, Any]]:
-    """Read all rows of data sets whose format is told by their columns."""
-    from hfpar.data.formats import to_example
-    from hfpar.data.rows import Problem, RowError
-
-    rows = []
-    for path in [paths] if isinstance(paths, str) else paths:
-        for chunk in read_chunks(resolve(DataSource(path=path))):
-            for place, row in chunk.rows():
-                if isinstance(row, Problem):
-                    raise DataError(str(row))
-                try:
-                    to_example(row, "auto", None)
-                except RowError as error:
-                    raise DataError(f"{place}: {error}") from error
-                rows.append(row)
-    return rows
