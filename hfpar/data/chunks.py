@@ -12,6 +12,9 @@ from hfpar.data.rows import Place, Problem
 
 ChunkForm = Literal["lines", "empty lines", "values", "cells", "arrow"]
 
+MAX_DEPTH = 128
+"""Rows nested deeper are problems: many a function on their way would fail on them."""
+
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 """A byte that wasn't UTF-8, as Python's `surrogateescape` keeps it."""
 
@@ -63,6 +66,7 @@ class _Bad:
     reason: str
 
 
+TOO_DEEP = "JSON nested too deeply to be read"
 _EMPTY = _Bad("empty line", "the line is empty")
 
 
@@ -92,8 +96,25 @@ def json_reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} at column {error.colno}"
     if isinstance(error, RecursionError):
-        return "JSON nested too deeply to be read"
+        return TOO_DEEP
     return f"not valid JSON: {' '.join(str(error).split())}"
+
+
+def is_too_deep(text: str, value: Any) -> bool:
+    """Whether a value is nested deeper than `MAX_DEPTH`; its text saves most of the search."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for parent in level
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _parse_line(line: bytes) -> Any:
@@ -104,9 +125,10 @@ def _parse_line(line: bytes) -> Any:
     if not text:
         return _EMPTY
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return _Bad("broken JSON", json_reason(error))
+    return _Bad("broken JSON", TOO_DEEP) if is_too_deep(text, value) else value
 
 
 def _parse_cells(header: list[str], row: list[str] | Problem) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hfpar.data import readers
 from hfpar.data.byte_source import ByteSource
-from hfpar.data.chunks import Chunk, has_escaped_bytes, json_reason
+from hfpar.data.chunks import TOO_DEEP, Chunk, has_escaped_bytes, is_too_deep, json_reason
 from hfpar.data.readers import BYTE_ORDER_MARK, REST_IS_LOST, SKIP_BYTES, problem_chunk, too_long
 from hfpar.data.rows import Place, Problem, RowError
 from hfpar.errors import DataError
@@ -176,6 +176,8 @@ class _Text:
         self.line += text.count("\n")
         if has_escaped_bytes(text):
             value = Problem("not UTF-8", Place(self.source.path, "line", line), "not UTF-8")
+        elif is_too_deep(text, value):
+            value = Problem("broken JSON", Place(self.source.path, "line", line), TOO_DEEP)
         return line, value, len(text)
 
 

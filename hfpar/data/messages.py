@@ -44,7 +44,8 @@ def parse_messages(name: str, value: Any) -> list[Message]:
     value = parse_json(name, value, list)
     if not value:
         raise RowError("empty conversation", f'"{name}" has no message')
-    return [_parse_message(f"{name} {number}", item) for number, item in enumerate(value, start=1)]
+    label = f"{name} message" if name in ("prompt", "completion") else "message"
+    return [_parse_message(f"{label} {number}", item) for number, item in enumerate(value, start=1)]
 
 
 def parse_json(name: str, value: Any, kind: type) -> Any:
@@ -277,12 +278,13 @@ def check_order(messages: list[Message]) -> None:
         )
     if first["role"] == "tool":
         raise RowError(
-            "starts with a tool", "the conversation starts with a tool's result, which nobody asked for"
+            "starts with a tool's result",
+            "the conversation starts with a tool's result, which nobody asked for",
         )
     for number, (before, after) in enumerate(zip(messages, messages[1:], strict=False), start=1):
         if before["role"] == after["role"] == "user":
             raise RowError("two users in a row", f"messages {number} and {number + 1} are both the user's")
     last = messages[-1]
     if last["role"] != "assistant" and not last.get("train"):
-        owner = "a tool" if last["role"] == "tool" else f"the {last['role']}"
-        raise RowError(f"ends with {owner}", f"the conversation ends with {owner}, whom nobody answers")
+        what = {"user": "the user", "tool": "a tool's result"}.get(last["role"], f"a {last['role']} message")
+        raise RowError(f"ends with {what}", f"the conversation ends with {what}, which nobody answers")

@@ -111,6 +111,19 @@ def test_a_bad_line_is_named_and_the_others_are_read(
     assert rows_of(path, rows=1) == [(1, A), (2, B), (3, problem), (4, C), (5, A)]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_how_deep_a_row_may_be_nested(tmp_path: Path, name: str) -> None:
+    def row(depth: int) -> str:
+        return '{"x": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+    wide = json.dumps({"x": [[]] * 1000})
+    rows = [row(128), row(129), row(600), wide]
+    text = "\n".join(rows) if name == "a.jsonl" else "[" + ",\n".join(rows) + "]"
+    bad = ("broken JSON", "JSON nested too deeply to be read")
+    expected = [(1, json.loads(rows[0])), (2, bad), (3, bad), (4, json.loads(wide))]
+    assert rows_of(write(tmp_path / name, text)) == expected
+
+
 def test_a_number_of_too_many_digits_is_broken_json(tmp_path: Path) -> None:
     if sys.version_info < (3, 11):
         pytest.skip("this Python reads it")
