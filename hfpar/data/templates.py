@@ -29,7 +29,8 @@ _CHATML = """\
         {%- for call in message['tool_calls'] -%}
             {%- if message['content'] or not loop.first -%}{{- '\\n' -}}{%- endif -%}
             {{- '<tool_call>{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' -}}
-            {{- (call['function']['arguments'] | tojson) + '}</tool_call>' -}}
+            {%- set arguments = call['function']['arguments'] -%}
+            {{- (arguments if arguments is string else arguments | tojson) + '}</tool_call>' -}}
         {%- endfor -%}
         {{- END_OF_ANSWER -}}
         {%- endgeneration -%}
