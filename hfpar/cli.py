@@ -24,6 +24,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("hfpar.demo", "train a tiny model on two processes, and show what it learned"),
     "verify": Command("hfpar.verify.run", "prove that no engine or layout changes one process's numbers"),
+    "data": Command("hfpar.datatool.main", "check a data set, or show a row of it as it is trained on"),
     "launch": Command(
         "hfpar.launch", "accelerate launch, ending with the launched program's own message and exit code"
     ),
