@@ -65,7 +65,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def make_padded(args: argparse.Namespace, recorder: Recorder) -> transformers.Trainer:
-    from hfpar.data.chat import tokenize_rows
+    from hfpar.data.build import Recipe, encode_rows
+    from hfpar.data.chat import EncodeOptions
 
     class CountingTrainer(transformers.Trainer):
         def training_step(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> torch.Tensor:
@@ -73,7 +74,8 @@ def make_padded(args: argparse.Namespace, recorder: Recorder) -> transformers.Tr
             return super().training_step(model, inputs, *rest, **options)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    samples, _ = tokenize_rows(read_rows(args.data), tokenizer, args.max_tokens)
+    recipe = Recipe("messages", None, EncodeOptions(max_length=args.max_tokens))
+    samples = encode_rows(read_rows(args.data), tokenizer, recipe)
     return CountingTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, attn_implementation="sdpa"

@@ -102,13 +102,12 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
 def mean_length(args: argparse.Namespace) -> float:
     from transformers import AutoTokenizer
 
-    from hfpar.data.chat import tokenize_rows
-    from hfpar.data.sources import load_conversations
+    from hfpar.data.build import Recipe, encode_rows
+    from hfpar.data.chat import EncodeOptions
 
-    samples, _ = tokenize_rows(
-        load_conversations(str(args.data)), AutoTokenizer.from_pretrained(args.model), args.max_tokens
-    )
-    return statistics.fmean(len(sample.input_ids) for sample in samples)
+    rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
+    recipe = Recipe("messages", None, EncodeOptions(max_length=args.max_tokens))
+    return float(encode_rows(rows, AutoTokenizer.from_pretrained(args.model), recipe).lengths.mean())
 
 
 def hfpar_command(args: argparse.Namespace, folder: Path) -> list[str]:

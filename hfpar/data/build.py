@@ -25,8 +25,8 @@ from hfpar.data.chat import EncodedRow, EncodeOptions, encode
 from hfpar.data.chunks import Chunk
 from hfpar.data.formats import to_example
 from hfpar.data.rows import Example, Place, Problem, RowError
-from hfpar.data.store import MAX_LISTED_PROBLEMS, DataReport, TokenBlock
-from hfpar.errors import DataError
+from hfpar.data.store import MAX_LISTED_PROBLEMS, DataReport, TokenArrays, TokenBlock
+from hfpar.errors import BadRowsError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +69,21 @@ def encode_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase, recipe: Recip
     encoded = encode(examples, tokenizer, recipe.options)
     places = [place for place, _ in examples]
     return make_block(places, encoded, problems, num_rows)
+
+
+def encode_rows(
+    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> TokenArrays:
+    """The samples of rows that are in memory, in any format.
+
+    Raises:
+        BadRowsError: rows that can't be used.
+    """
+    chunk = Chunk("the data", "row", 1, "values", list(enumerate(rows, start=1)))
+    block = encode_chunk(chunk, tokenizer, recipe)
+    if block.report.num_bad_rows:
+        raise BadRowsError(block.report.listed_problems)
+    return TokenArrays(block.input_ids, block.trained, block.lengths)
 
 
 def read_examples(chunk: Chunk, recipe: Recipe) -> tuple[list[tuple[Place, Example]], list[Problem], int]:

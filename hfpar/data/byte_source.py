@@ -112,7 +112,7 @@ def _decompressed(path: str, raw: IO[bytes], compression: str | None) -> Any:
         except ImportError as error:
             raw.close()
             raise MissingDependencyError(
-                f"{path}: needs the package zstandard: pip install zstandard"
+                f"{path}: needs zstandard: pip install 'hfpar[zstd]'"
             ) from error
         return io.BufferedReader(_ZstdReader(raw, zstandard), buffer_size=1 << 17)
     return raw

@@ -148,7 +148,7 @@ def explain(report: DataReport, max_length: int) -> str:
         f"{report.counts['too long']} are longer than max_length {max_length}",
         f"{report.counts['without label']} have nothing to learn",
     ]
-    parts += [f"{count} {kind}" for kind, count in report.problems.most_common()]
+    parts += [f"{count} are bad ({kind})" for kind, count in report.problems.most_common()]
     return ", ".join(parts)
 
 

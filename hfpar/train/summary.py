@@ -89,7 +89,7 @@ def dropped(report: DataReport) -> str:
 def notes(report: DataReport) -> list[tuple[str, str]]:
     """What else was done to rows that are used, and what was wrong with the others."""
     done = [f"{count} {kind}" for kind, count in report.counts.most_common() if kind not in _DROPPED]
-    bad = [f"{count} {kind}" for kind, count in report.problems.most_common()]
+    bad = [f"{kind} ({count})" for kind, count in report.problems.most_common()]
     return [(name, ", ".join(parts)) for name, parts in (("rows", done), ("bad rows", bad)) if parts]
 
 

@@ -83,14 +83,16 @@ def plain_training(adapter: str) -> Steps:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hfpar.data.chat import tokenize_rows
+    from hfpar.data.build import Recipe, encode_rows
+    from hfpar.data.chat import EncodeOptions
     from hfpar.data.loader import plan_epoch
     from hfpar.data.stream import pad_batch
     from hfpar.models.adapters import add_lora
 
-    samples, _ = tokenize_rows(conversations(), AutoTokenizer.from_pretrained(MODEL), MAX_LENGTH)
+    recipe = Recipe("messages", None, EncodeOptions(max_length=MAX_LENGTH))
+    samples = encode_rows(conversations(), AutoTokenizer.from_pretrained(MODEL), recipe)
     plan = plan_epoch(
-        [len(sample.input_ids) for sample in samples],
+        samples.lengths,
         seed=SEED,
         epoch=0,
         dp_size=1,

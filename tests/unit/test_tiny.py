@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hfpar.data.chat import tokenize_rows
+from hfpar.data.build import Recipe, encode_rows
+from hfpar.data.chat import EncodeOptions
 from hfpar.data.stream import pad_batch, shift_labels
 from hfpar.data.word_problems import generate_conversations
 from hfpar.models.tiny import build_tiny_model
@@ -109,8 +110,9 @@ def test_tokenizer(folder: Path) -> None:
 def test_a_few_steps_lower_the_held_out_loss(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    train, _ = tokenize_rows(generate_conversations(8 * 30, 0, "train"), tokenizer, 256)
-    held_out, _ = tokenize_rows(generate_conversations(32, 0, "eval"), tokenizer, 256)
+    recipe = Recipe("messages", None, EncodeOptions(max_length=256))
+    train = encode_rows(generate_conversations(8 * 30, 0, "train"), tokenizer, recipe)
+    held_out = list(encode_rows(generate_conversations(32, 0, "eval"), tokenizer, recipe))
 
     def loss_of(samples: list) -> torch.Tensor:
         batch = pad_batch(samples, tokenizer.pad_token_id)
