@@ -274,7 +274,7 @@ def test_the_package_for_zstd_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     path = write(tmp_path / "a.jsonl.zst", b"x")
     with pytest.raises(MissingDependencyError) as caught:
         chunks(path)
-    assert str(caught.value) == f"{path}: needs the package zstandard: pip install zstandard"
+    assert str(caught.value) == f"{path}: needs zstandard: pip install 'hfpar[zstd]'"
 
 
 def test_an_error_of_the_disk_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
