@@ -88,11 +88,12 @@ class DataFacts:
         self.report = DataReport()
         self.formats: Counter[str] = Counter()
         self.roles: Counter[str] = Counter()
-        self.problems: dict[str, list[Problem]] = {}
+        self.problems: list[Problem] = []
         self.noted_places: dict[str, list[Place]] = {}
         self.digests = RowDigests()
         self.turns, self.whole_lengths, self.whole_label_lengths = Numbers(), Numbers(), Numbers()
-        self._most_problems = None if keep_all_problems else MOST_PLACES
+        self._keep_all_problems = keep_all_problems
+        self._num_kept: Counter[str] = Counter()
 
     @property
     def lengths(self) -> np.ndarray:
@@ -109,9 +110,9 @@ class DataFacts:
         self.whole_lengths.add(facts.whole_lengths)
         self.whole_label_lengths.add(facts.whole_label_lengths)
         for problem in facts.problems:
-            kept = self.problems.setdefault(problem.kind, [])
-            if self._most_problems is None or len(kept) < self._most_problems:
-                kept.append(problem)
+            if self._keep_all_problems or self._num_kept[problem.kind] < MOST_PLACES:
+                self.problems.append(problem)
+                self._num_kept[problem.kind] += 1
         for kind, place in facts.noted_places:
             places = self.noted_places.setdefault(kind, [])
             if len(places) < MOST_PLACES:

@@ -15,7 +15,7 @@ from rich.text import Text
 from hfpar.data.rows import Place
 from hfpar.datatool.check import CheckResult
 from hfpar.datatool.duplicates import Repeats
-from hfpar.datatool.gather import DataFacts
+from hfpar.datatool.gather import MOST_PLACES, DataFacts
 from hfpar.train.progress import print_summary
 
 QUANTILES = {"min": 0, "p1": 1, "p5": 5, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -66,8 +66,7 @@ def _data_json(result: CheckResult, facts: DataFacts) -> dict[str, Any]:
             "kinds": dict(report.problems.most_common()),
             "rows": [
                 {"kind": problem.kind, **_place_json(problem.place), "reason": problem.reason}
-                for problems in facts.problems.values()
-                for problem in problems
+                for problem in facts.problems
             ],
         },
         "duplicates": {
@@ -153,12 +152,18 @@ def print_report(result: CheckResult) -> None:
         console.width = _WIDTH_OF_FILES
     for facts in result.data_sets:
         _print_data(console, result, facts)
-    if result.eval_dataset is not None:
-        _print_list(
-            console, "rows of eval_dataset that dataset has, too", result.shared.count, _pairs(result.shared)
-        )
+    _print_lists(
+        console,
+        "in both",
+        [("rows of eval_dataset that dataset has, too", result.shared.count, _pairs(result.shared))],
+    )
     if result.batches is not None:
         print_summary(_batch_rows(result), "batches")
+    elif result.config.streaming:
+        steps = (
+            f"{result.config.max_steps:,} (max_steps), in windows of {result.config.streaming_window:,} rows"
+        )
+        print_summary([("steps", steps)], "batches")
     elif not result.dataset.has_tokens:
         console.print(
             "Without --model_name_or_path there are no tokens, lengths, labels and batches to report."
@@ -172,33 +177,43 @@ def _print_data(console: Console, result: CheckResult, facts: DataFacts) -> None
     print_summary(_summary_rows(result, facts), title)
     if len(facts.sources) > 1:
         console.print(_source_table(facts))
-    console.print(_quantile_table(facts))
-    for kind, count in facts.report.problems.most_common():
-        lines = [str(problem) for problem in facts.problems[kind]]
-        _print_list(console, kind, count, lines, style="bold red")
-    for kind, places in facts.noted_places.items():
-        _print_list(console, kind, facts.report.counts[kind], [str(place) for place in places])
-    repeats = (
-        ("rows that say what an earlier row says", facts.digests.repeated_rows()),
-        ("rows that answer an earlier row's prompt otherwise", facts.digests.repeated_prompts()),
-    )
-    for name, found in repeats:
-        _print_list(console, name, found.count, _pairs(found))
+    table = _quantile_table(facts)
+    if table.row_count:
+        console.print(table)
+    problems = [
+        (kind, count, [str(problem) for problem in facts.problems if problem.kind == kind])
+        for kind, count in facts.report.problems.most_common()
+    ]
+    notes = [
+        (kind, facts.report.counts[kind], [str(place) for place in places])
+        for kind, places in facts.noted_places.items()
+    ]
+    same, other = facts.digests.repeated_rows(), facts.digests.repeated_prompts()
+    duplicates = [
+        ("rows that say what an earlier row says", same.count, _pairs(same)),
+        ("rows that answer an earlier row's prompt otherwise", other.count, _pairs(other)),
+    ]
+    _print_lists(console, "problems", problems, style="bold red")
+    _print_lists(console, "notes", notes)
+    _print_lists(console, "duplicates", duplicates)
 
 
 def _pairs(repeats: Repeats) -> list[str]:
     return [f"{place} = {earlier}" for place, earlier in repeats.pairs]
 
 
-def _print_list(console: Console, name: str, count: int, lines: Sequence[str], style: str = "bold") -> None:
-    if not count:
-        return
-    console.print(Text(f"{count:,} {name}", style=style), soft_wrap=True)
-    shown = lines[:5]
-    if count > len(shown):
-        shown = [*shown, f"and {count - len(shown):,} more"]
-    for line in shown:
-        console.print(Text(f"  {line}"), soft_wrap=True)
+def _print_lists(
+    console: Console, title: str, lists: Sequence[tuple[str, int, list[str]]], style: str = "bold"
+) -> None:
+    """Print the lists that aren't empty: for each what it is of, how many there are, and the first few."""
+    lists = [(name, count, lines[:MOST_PLACES]) for name, count, lines in lists if count]
+    if lists:
+        console.print(Text(title, style=style))
+    for name, count, lines in lists:
+        console.print(Text(f"  {count:,} {name}"), soft_wrap=True)
+        more = [f"and {count - len(lines):,} more"] if count > len(lines) else []
+        for line in lines + more:
+            console.print(Text(f"    {line}"), soft_wrap=True)
 
 
 def _summary_rows(result: CheckResult, facts: DataFacts) -> list[tuple[str, str]]:
@@ -216,12 +231,10 @@ def _summary_rows(result: CheckResult, facts: DataFacts) -> list[tuple[str, str]
     rows.append(
         ("tokens", f"{report.num_tokens:,}, of them {report.num_label_tokens:,} labels ({share:.1%})")
     )
-    longer = int((whole > result.config.max_length).sum())
+    config = result.config
+    longer = int((whole > config.max_length).sum())
     rows.append(
-        (
-            f"over {result.config.max_length:,}",
-            f"{longer:,} samples are longer than max_length; on_overflow: {result.config.on_overflow}",
-        )
+        ("too long", f"{longer:,} over {config.max_length:,} tokens; on_overflow {config.on_overflow}")
     )
     if len(whole):
         keep = ", ".join(f"{length:,} for {share} %" for share, length in _that_keep(whole).items())

@@ -127,7 +127,7 @@ def _print_bad(console: Console, row: FoundRow, problem: Problem) -> int:
     raw = row.raw
     if raw is None and isinstance(row.value, dict):
         raw = json.dumps(row.value, ensure_ascii=False, default=str)
-    if raw is not None:
+    if raw is not None and raw.strip():
         more = len(raw) - _MOST_RAW_CHARS
         _print(console, "\n" + raw[:_MOST_RAW_CHARS] + (f"\n({more:,} more characters)" if more > 0 else ""))
     return HfparError.exit_code
@@ -142,31 +142,37 @@ def _print_row(
     *,
     ids: bool,
 ) -> None:
-    samples = encoded.samples
-    many = f"{len(samples)} sample{'' if len(samples) == 1 else 's'}"
-    _print(
-        console, f"{_heading(row)}, format {_format(row)}: {many if samples else 'not trained on'}", "bold"
-    )
-    notes = [f"{kind}: {count}" for kind, count in encoded.counts.items()]
+    samples, many = encoded.samples, len(encoded.samples)
+    state = f"{many} sample{'' if many == 1 else 's'}" if many else "not trained on"
+    _print(console, f"{_heading(row)}, format {_format(row)}: {state}", "bold")
+    if encoded.counts:
+        _print(console, ", ".join(f"{kind}: {count}" for kind, count in encoded.counts.items()))
     if is_too_long(encoded):
         whole = _encode(row.place, example, tokenizer, row.recipe, max_length=NO_LIMIT)
-        lengths = " + ".join(f"{len(sample.input_ids):,}" for sample in whole.samples)
-        limit = (
-            f"max_length is {row.recipe.options.max_length:,}, on_overflow {row.recipe.options.on_overflow}"
+        lengths = " + ".join(f"{len(sample.input_ids):,}" for sample in whole.samples) or "?"
+        options = row.recipe.options
+        _print(
+            console, f"{lengths} tokens; max_length {options.max_length:,}, on_overflow {options.on_overflow}"
         )
-        notes.append(f"{lengths + ' tokens; ' if lengths else ''}{limit}")
-        samples = samples or whole.samples
+        if not samples and whole.samples:
+            samples = whole.samples
+            _print(console, "Without max_length it were:")
     if not samples:
-        whole = _encode(row.place, example, tokenizer, row.recipe, max_length=NO_LIMIT, train_on="all")
-        samples = [sample._replace(trained=[False] * len(sample.trained)) for sample in whole.samples]
-    for note in notes:
-        _print(console, note)
+        samples = _nothing_trained(row, example, tokenizer)
     colors = console.color_system is not None and not console.no_color
     console.print(_legend(colors), soft_wrap=True)
     for number, sample in enumerate(samples, start=1):
         _print_sample(console, sample, f"sample {number} of {len(samples)}", tokenizer, colors=colors)
         if ids:
             console.print(_token_table(sample, tokenizer))
+
+
+def _nothing_trained(
+    row: FoundRow, example: Example, tokenizer: PreTrainedTokenizerBase
+) -> list[EncodedSample]:
+    """What a row without a label looks like."""
+    whole = _encode(row.place, example, tokenizer, row.recipe, max_length=NO_LIMIT, train_on="all")
+    return [sample._replace(trained=[False] * len(sample.trained)) for sample in whole.samples]
 
 
 def _heading(row: FoundRow) -> str:
