@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -156,7 +157,7 @@ def _print_row(
         )
         if not samples and whole.samples:
             samples = whole.samples
-            _print(console, "Without max_length it were:")
+            _print(console, "Without max_length it would be:")
     if not samples:
         samples = _nothing_trained(row, example, tokenizer)
     colors = console.color_system is not None and not console.no_color
@@ -208,8 +209,6 @@ def _print_sample(
         _print(console, f"--- {title} ---")
     pieces = to_pieces(sample.input_ids, sample.trained, tokenizer)
     console.print(colored_text(pieces) if colors else bracketed_text(pieces), soft_wrap=True)
-    if console.is_terminal:
-        console.print(Rule(style="dim"))
 
 
 def colored_text(pieces: list[Piece]) -> Text:
@@ -220,7 +219,8 @@ def colored_text(pieces: list[Piece]) -> Text:
         (True, False): _TRAINED,
         (True, True): _TRAINED_SPECIAL,
     }
-    return Text.assemble(*((visible(piece.text), styles[piece.trained, piece.special]) for piece in pieces))
+    runs = itertools.groupby(pieces, key=lambda piece: styles[piece.trained, piece.special])
+    return Text.assemble(*(("".join(visible(piece.text) for piece in run), style) for style, run in runs))
 
 
 def bracketed_text(pieces: list[Piece]) -> Text:
