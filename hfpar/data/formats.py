@@ -50,7 +50,7 @@ def to_example(row: Row, format: FormatName, columns: Mapping[str, str] | None =
             what = f'has no "{theirs}"' if theirs not in row else f'has no value in "{theirs}"'
             raise RowError(kind, f"the row {what}, which dataset_format {format} needs{_found(row)}")
     for name in _MEDIA_COLUMNS:
-        if isinstance(row.get(name), list) and row[name]:
+        if row.get(name):
             raise RowError("image part", f'the row has "{name}"; only text can be trained on')
     example = _BUILDERS[format](view)
     _check_text(example)

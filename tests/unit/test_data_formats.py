@@ -301,8 +301,10 @@ def test_parts_that_are_not_text(kind: str) -> None:
 
 
 def test_columns_of_images() -> None:
-    row = {**said(USER, BOT), "images": ["a.png"]}
-    assert problem(row) == ("image part", 'the row has "images"; only text can be trained on')
+    row = said(USER, BOT)
+    for value in (["a.png"], "a.png"):
+        refused = ("image part", 'the row has "images"; only text can be trained on')
+        assert problem({**row, "images": value}) == refused
     assert example({**row, "images": []}) == example({**row, "images": None}) == Conversation([USER, BOT])
 
 
