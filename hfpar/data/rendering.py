@@ -16,6 +16,8 @@ Span = tuple[int, int]
 """Where something begins in a text, and where it ends, in characters."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Content that begins with thinking: what is around it, and then what is said.
+_THINKING = re.compile(r"(\s*(?:<think>)?\s*).*?(\s*</think>\s*).*", re.DOTALL)
 _PLACEHOLDER = "hfpar-placeholder"
 # What Python code in a template can raise, besides Jinja's own TemplateError.
 _TEMPLATE_ERRORS = (
@@ -171,17 +173,19 @@ class RenderedConversation:
         return self._made[key]
 
     def find_content(self, index: int) -> int | None:
-        """Where the first thing that message `index` itself says begins in `up_to(index + 1)`."""
+        """Where what message `index` itself says begins in `up_to(index + 1)`; None if that doesn't show it."""
         message = dict(self.messages[index])
-        thinks = isinstance(message.get("content"), str) and "</think>" in message["content"]
+        content = message.get("content")
+        thinking = _THINKING.match(content) if isinstance(content, str) else None
         message["content"] = (
-            f"<think>\n{_PLACEHOLDER}\n</think>\n\n{_PLACEHOLDER}" if thinks else _PLACEHOLDER
+            thinking.expand(rf"\1{_PLACEHOLDER}\2{_PLACEHOLDER}") if thinking else _PLACEHOLDER
         )
         if message.get("reasoning_content"):
             message["reasoning_content"] = _PLACEHOLDER
-        shown = self.renderer.render([*self.messages[:index], message], self.conversation).text
-        found = shown.find(_PLACEHOLDER)
-        return found if found >= 0 and self.up_to(index + 1).text.startswith(shown[:found]) else None
+        found = self._find_placeholder(index, message)
+        if found is None and message.get("tool_calls"):  # it may show a call in place of content
+            return self._find_placeholder(index, {"role": message["role"], "content": _PLACEHOLDER})
+        return found
 
     def without_final_eos(self, text: str) -> str | None:
         """Leave out an eos token at the end if the special token before it already closes the turn."""
@@ -190,6 +194,11 @@ class RenderedConversation:
             return None
         text = text[: -len(eos)]
         return text if text.rstrip().endswith(self.renderer.special_tokens) else None
+
+    def _find_placeholder(self, index: int, message: Message) -> int | None:
+        shown = self.renderer.render([*self.messages[:index], message], self.conversation).text
+        found = shown.find(_PLACEHOLDER)
+        return found if found >= 0 and self.up_to(index + 1).text.startswith(shown[:found]) else None
 
     def _choose_arguments(self) -> None:
         arguments = [

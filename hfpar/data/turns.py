@@ -25,7 +25,7 @@ class LabelledText:
 
     text: str
     spans: list[Span] = field(default_factory=list)
-    """What is trained, in order."""
+    """What is trained."""
     add_special_tokens: bool = False
     append_eos: bool = False
 
@@ -111,7 +111,7 @@ def _place_turns(
         for text in texts:
             spans = _spans_in(chat, turn, text.text)
             if spans is not None:
-                text.spans[:0] = spans
+                text.spans += spans
                 break
         else:
             if earlier_turns == "error":
@@ -176,24 +176,21 @@ def _find_marked(chat: RenderedConversation, index: int, until: Rendered, counts
 def _find_begin(chat: RenderedConversation, index: int, until: str, counts: Counter[str]) -> int:
     """Where an assistant's turn begins: after the generation prompt.
 
-    A generation prompt may open what the finished turn doesn't show (`<think>`): then the turn begins where the
-    two part, if that isn't before what it says itself.
+    A generation prompt may open what the finished turn doesn't show (`<think>`): then the turn begins with what
+    it says itself, if all before that is in the prompt.
     """
     prompt = chat.up_to(index, add_generation_prompt=True).text
     if until.startswith(prompt):
         return len(prompt)
-    common = _num_common(prompt, until)
     content = chat.find_content(index)
-    if content is None:  # it shows no content: a tool call alone, say
-        content = _num_common(chat.up_to(index).text, until) + 1
-    if common < content:
+    if content is None or _num_common(prompt, until) < content:
         raise RowError(
             "generation prompt differs",
             f"the chat template renders {_name(chat, index)} otherwise than its generation prompt begins, so "
             "its tokens can't be told; use a chat_template with {% generation %} markers",
         )
     counts["generation prompt not in the rendering"] += 1
-    return min(common, content)
+    return content
 
 
 def _num_common(first: str, second: str) -> int:

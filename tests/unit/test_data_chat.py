@@ -359,6 +359,26 @@ def test_eos_that_is_a_turns_only_end_is_missed_in_earlier_ones(tokenizer: PreTr
         "<|im_start|>user\nHow many?<|im_start|>assistant\n3 + 4 = 7.<|im_start|>user\nAnd now?"
         "<|im_start|>assistant\n«8<|im_end|>»",
     ]
+    # Without a word of its own, such a turn is its end alone.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + '<|im_start|>' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant<|im_start|>' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    assert shown([USER, {"role": "assistant", "content": ""}, USER, ASSISTANT], tokenizer) == [
+        "user<|im_start|>How many?assistant<|im_start|>«<|im_end|>»",
+        "user<|im_start|>How many?assistant<|im_start|>user<|im_start|>How many?assistant<|im_start|>"
+        "«3 + 4 = 7.<|im_end|>»",
+    ]
+
+
+def test_a_rewritten_turn_alone_leaves_no_sample_of_the_rest(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = REWRITING
+    messages = [*TWO_TURNS[:3], {**TWO_TURNS[3], "train": False}]
+    row = run(messages, tokenizer)
+    assert [show(sample, tokenizer) for sample in row.samples] == [
+        chatml("How many?", "<think></think>3 + 4 = 7.")
+    ]
+    assert row.counts == {"turns split off": 1}
 
 
 def test_all_but_a_turn_that_is_rewritten_is_a_problem(tokenizer: PreTrainedTokenizerFast) -> None:
