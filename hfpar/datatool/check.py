@@ -71,7 +71,7 @@ def run_check(config: SFTConfig, *, dp_size: int, as_json: bool, plot: Path | No
 
         plot_lengths(result.dataset, config.max_length, plot)
     if as_json:
-        json.dump(to_json(result), sys.stdout, indent=2, ensure_ascii=False)
+        json.dump(to_json(result), sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         print_report(result)

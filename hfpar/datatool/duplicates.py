@@ -50,21 +50,16 @@ class RowDigests:
         path, unit = self.files[self._file_numbers[row]]
         return Place(path, unit, self._numbers[row])
 
-    def repeated_rows(self) -> Repeats:
-        """Rows that say just what an earlier one says."""
-        first = _first_equal(_as_numbers(self._whole))
-        return self._repeats(np.flatnonzero(first != np.arange(len(first))), first)
-
-    def repeated_prompts(self) -> Repeats:
-        """Rows that ask what an earlier one asks, but are answered otherwise."""
-        first = _first_equal(_as_numbers(self._whole))
-        prompts = _as_numbers(self._prompts)
-        none = (prompts == _as_numbers(NO_PROMPT)).all(axis=1)
-        rows = np.flatnonzero((first == np.arange(len(first))) & ~none)
-        first_asked = rows[_first_equal(prompts[rows])]
-        earlier = np.arange(len(first))
-        earlier[rows] = first_asked
-        return self._repeats(rows[first_asked != rows], earlier)
+    def repeats(self) -> tuple[Repeats, Repeats]:
+        """Rows that say just what an earlier one says; and rows that answer an earlier one's prompt otherwise."""
+        first, prompts = _first_equal(_as_numbers(self._whole)), _as_numbers(self._prompts)
+        numbers = np.arange(len(first))
+        same = np.flatnonzero(first != numbers)
+        has_prompt = (prompts != _as_numbers(NO_PROMPT)).any(axis=1)
+        asking = np.flatnonzero((first == numbers) & has_prompt)
+        first_asking = asking[_first_equal(prompts[asking])]
+        other = first_asking != asking
+        return self._list(same, first[same]), self._list(asking[other], first_asking[other])
 
     def rows_shared_with(self, other: RowDigests) -> Repeats:
         """Rows that say just what a row of another data set says."""
@@ -74,9 +69,9 @@ class RowDigests:
         pairs = [(self.place(int(row)), other.place(int(first[row]))) for row in shared[:MOST_PAIRS]]
         return Repeats(len(shared), pairs)
 
-    def _repeats(self, rows: np.ndarray, earlier: np.ndarray) -> Repeats:
-        pairs = [(self.place(int(row)), self.place(int(earlier[row]))) for row in rows[:MOST_PAIRS]]
-        return Repeats(len(rows), pairs)
+    def _list(self, rows: np.ndarray, earlier: np.ndarray) -> Repeats:
+        pairs = zip(rows[:MOST_PAIRS].tolist(), earlier[:MOST_PAIRS].tolist(), strict=True)
+        return Repeats(len(rows), [(self.place(row), self.place(before)) for row, before in pairs])
 
 
 def _as_numbers(digests: Sequence[int] | bytes | bytearray) -> np.ndarray:

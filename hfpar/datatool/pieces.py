@@ -43,7 +43,7 @@ def to_pieces(
     learnt = False
     for position, (token, is_trained) in enumerate(zip(input_ids, trained, strict=True)):
         is_special = token in special_ids
-        if is_special and pending:
+        if pending and (is_special or _stays_broken(tokenizer, before, pending, token)):
             pieces.append(Piece(_addition(tokenizer, before, pending), learnt, False))
             before, pending, learnt = pending, [], False
         pending = [*pending, token]
@@ -54,6 +54,14 @@ def to_pieces(
             pieces.append(Piece(text, learnt, is_special))
             before, pending, learnt = pending, [], False
     return pieces
+
+
+def _stays_broken(
+    tokenizer: PreTrainedTokenizerBase, before: list[int], pending: list[int], token: int
+) -> bool:
+    """Whether a token is no part of the broken character before it: one that a sample's begin cut through."""
+    together = _addition(tokenizer, before, [*pending, token])
+    return together.startswith(_REPLACEMENT) and _REPLACEMENT not in decode(tokenizer, [token])
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from hfpar.data.rows import Place
 from hfpar.datatool.check import CheckResult
 from hfpar.datatool.duplicates import Repeats
-from hfpar.datatool.gather import MOST_PLACES, DataFacts
+from hfpar.datatool.gather import MOST_PLACES, DataFacts, SourceFacts
 from hfpar.train.progress import print_summary
 
 QUANTILES = {"min": 0, "p1": 1, "p5": 5, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -53,6 +53,7 @@ def to_json(result: CheckResult) -> dict[str, Any]:
 
 def _data_json(result: CheckResult, facts: DataFacts) -> dict[str, Any]:
     report = facts.report
+    same, other = facts.digests.repeats()
     tokens = _tokens_json(result, facts) if facts.has_tokens else dict.fromkeys(_TOKEN_KEYS)
     return {
         "rows": report.num_rows,
@@ -69,10 +70,7 @@ def _data_json(result: CheckResult, facts: DataFacts) -> dict[str, Any]:
                 for problem in facts.problems
             ],
         },
-        "duplicates": {
-            "rows": _repeats_json(facts.digests.repeated_rows()),
-            "prompts_answered_otherwise": _repeats_json(facts.digests.repeated_prompts()),
-        },
+        "duplicates": {"rows": _repeats_json(same), "prompts_answered_otherwise": _repeats_json(other)},
         "sources": [_source_json(source, facts.has_tokens) for source in facts.sources],
     }
 
@@ -90,7 +88,6 @@ _TOKEN_KEYS = (
 
 def _tokens_json(result: CheckResult, facts: DataFacts) -> dict[str, Any]:
     report, whole = facts.report, facts.whole_lengths.values
-    counts = [(kind, count) for kind, count in report.counts.most_common() if kind not in _OVERFLOW_COUNTS]
     values = (
         report.num_samples,
         report.num_tokens,
@@ -101,18 +98,17 @@ def _tokens_json(result: CheckResult, facts: DataFacts) -> dict[str, Any]:
             "max_length": result.config.max_length,
             "on_overflow": result.config.on_overflow,
             "longer": int((whole > result.config.max_length).sum()),
-            "counts": {kind: report.counts[kind] for kind in _OVERFLOW_COUNTS if report.counts[kind]},
             "max_length_that_keeps": {str(share): length for share, length in _that_keep(whole).items()},
         },
         {
             kind: {"count": count, "places": [_place_json(place) for place in facts.noted_places[kind]]}
-            for kind, count in counts
+            for kind, count in report.counts.most_common()
         },
     )
     return dict(zip(_TOKEN_KEYS, values, strict=True))
 
 
-def _source_json(source: Any, has_tokens: bool) -> dict[str, Any]:
+def _source_json(source: SourceFacts, has_tokens: bool) -> dict[str, Any]:
     report = source.report
     return {
         "path": source.path,
@@ -188,7 +184,7 @@ def _print_data(console: Console, result: CheckResult, facts: DataFacts) -> None
         (kind, facts.report.counts[kind], [str(place) for place in places])
         for kind, places in facts.noted_places.items()
     ]
-    same, other = facts.digests.repeated_rows(), facts.digests.repeated_prompts()
+    same, other = facts.digests.repeats()
     duplicates = [
         ("rows that say what an earlier row says", same.count, _pairs(same)),
         ("rows that answer an earlier row's prompt otherwise", other.count, _pairs(other)),
