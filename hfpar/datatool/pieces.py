@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no character, or not a whole one."""
-_MOST_TOKENS = 16
-"""So many tokens may make a piece where the text itself has replacement characters."""
+_MOST_TOKENS = 255
+"""So many tokens may make a piece: a text that is all replacement characters has no better place to cut it."""
 
 
 class Piece(NamedTuple):
@@ -36,7 +36,6 @@ def to_pieces(
         Pieces whose texts together are the tokenizer's own decoding of all tokens.
     """
     special_ids = special_token_ids(tokenizer)
-    most = _MOST_TOKENS if _REPLACEMENT in decode(tokenizer, input_ids) else len(input_ids)
     pieces: list[Piece] = []
     before: list[int] = []  # the last piece's tokens: some decoders treat a first token otherwise
     pending: list[int] = []
@@ -50,7 +49,7 @@ def to_pieces(
         learnt = learnt or (is_trained and position > 0)
         text = _addition(tokenizer, before, pending)
         is_last = position == len(input_ids) - 1
-        if is_special or is_last or not text.endswith(_REPLACEMENT) or len(pending) >= most:
+        if is_special or is_last or not text.endswith(_REPLACEMENT) or len(pending) >= _MOST_TOKENS:
             pieces.append(Piece(text, learnt, is_special))
             before, pending, learnt = pending, [], False
     return pieces
