@@ -64,7 +64,8 @@ def _draw(axes: Axes, lengths: np.ndarray, labels: np.ndarray, max_length: int) 
     marked = max_length <= 4 * longest  # farther out it would squeeze everything else
     high = max(longest, max_length) if marked else longest
     if uses_log_axis(np.concatenate([lengths, labels])):
-        edges = np.geomspace(max(1, int(labels.min())), high + 1, _NUM_BINS).tolist()
+        # No bin is narrower than one token, or there would be holes between short lengths.
+        edges = (np.unique(np.geomspace(int(labels.min()), high + 1, _NUM_BINS).round()) - 0.5).tolist()
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -86,7 +87,7 @@ def _draw(axes: Axes, lengths: np.ndarray, labels: np.ndarray, max_length: int) 
         axes.axvline(
             max_length, color=_INK, linewidth=1.4, linestyle=(0, (6, 3)), label=f"max_length, {max_length:,}"
         )
-    axes.legend(frameon=False, labelcolor=_INK, fontsize=9)
+    axes.legend(framealpha=0.9, edgecolor="white", labelcolor=_INK, fontsize=9)
     longer = int((lengths > max_length).sum())
     axes.set_title(
         f"{len(lengths):,} samples, {longer:,} longer than max_length {max_length:,}",
