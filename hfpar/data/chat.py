@@ -92,6 +92,8 @@ def _label_text(
     text = example.text
     begin = 0 if train_on == "all" else example.num_prompt_chars
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    if eos and text.endswith(eos) and begin <= len(text) - len(eos):
+        text = text[: -len(eos)]  # the tokenizer may add one, too
     return LabelledText(
         text=text,
         spans=[(begin, len(text))],

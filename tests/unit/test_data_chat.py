@@ -418,13 +418,21 @@ def test_generation_prompt_with_an_empty_block_where_the_turn_shows_thinking(
         "m.content",
         "('<think>\n' + m.reasoning_content + '\n</think>' if m.reasoning_content else '') + m.content",
     ).replace("assistant\n", "assistant\n<think>\n\n</think>")
-    thinking = {**ASSISTANT, "reasoning_content": "Count."}
-    row = run([USER, thinking], tokenizer)
-    assert [show(sample, tokenizer) for sample in row.samples] == [
+    expected = (
         "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n<think>\n"
         "«Count.\n</think>3 + 4 = 7.<|im_end|>»\n"
-    ]
-    assert row.counts == {"generation prompt not in the rendering": 1, "thinking kept": 1}
+    )
+    counts = {"generation prompt not in the rendering": 1, "thinking kept": 1}
+    row = run([USER, {**ASSISTANT, "reasoning_content": "Count."}], tokenizer)
+    assert ([show(sample, tokenizer) for sample in row.samples], row.counts) == ([expected], counts)
+    # The same from a template that finds the thinking in the content, and shows an empty block without any.
+    tokenizer.chat_template = CHATML.replace(
+        "m.content",
+        "('<think>\n' + (m.content.split('</think>')[0].split('<think>')[-1] | trim if '</think>' in m.content else '')"
+        " + '\n</think>' if m.role == 'assistant' else '') + m.content.split('</think>')[-1]",
+    ).replace("assistant\n", "assistant\n<think>\n\n</think>")
+    row = run([USER, {"role": "assistant", "content": "<think> Count. </think>3 + 4 = 7."}], tokenizer)
+    assert ([show(sample, tokenizer) for sample in row.samples], row.counts) == ([expected], counts)
 
 
 # Templates and what they are given
@@ -569,7 +577,11 @@ def test_assistant_first_is_a_problem_if_it_is_trained(tokenizer: PreTrainedToke
 def test_text_that_the_template_does_not_show_cannot_be_trained(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = CHATML.replace("m.content", "(m.content if m.role == 'assistant' else '')")
     problem = run([{**USER, "train": True}, ASSISTANT], tokenizer).problem
-    assert problem == ("turn not found", PLACE, "the chat template doesn't show the text of message 1 (user)")
+    expected = ("turn not found", PLACE, "the chat template doesn't show the text of message 1 (user)")
+    assert problem == expected
+    # Nor can it be told where the text begins, if what is before depends on it.
+    tokenizer.chat_template = CHATML.replace("m.content", "(m.content | length | string) + m.content")
+    assert run([{**USER, "train": True}, ASSISTANT], tokenizer).problem == expected
 
 
 def test_tokenizer_without_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -605,11 +617,18 @@ def test_no_second_bos_and_no_second_eos(tokenizer: PreTrainedTokenizerFast) -> 
     )
     assert tokenizer.decode(tokenizer("Hi").input_ids) == f"{bos}Hi{eos}"
     assert shown(TWO_TURNS, tokenizer) == [chatml("How many?", "3 + 4 = 7.", "And now?", "8")]
-    for text in ("Hi", f"{bos}Hi", f"{bos}Hi{eos}"):
+    for text in ("Hi", f"Hi{eos}", f"{bos}Hi", f"{bos}Hi{eos}"):
         sample = one(PlainText(text), tokenizer)
         assert tokenizer.decode(sample.input_ids) == f"{bos}Hi{eos}"
         assert sample.trained[1:] == [True] * 3
     assert shown(PlainText("Hi you", 2), tokenizer) == [f"{bos}Hi« you{eos}»"]
+
+    # Tokens that stand for no character are found among those that do.
+    ids["<|pad|>"] = 0
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A <|pad|> <|pad|> {eos}", special_tokens=list(ids.items())
+    )
+    assert shown(PlainText("Hi", 1), tokenizer) == [f"{bos}H«i»<|pad|><|pad|>«{eos}»"]
 
 
 def test_pad_token_that_is_eos_changes_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -664,6 +683,10 @@ class WithoutOffsets:
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_tokenizer_without_offsets(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     tokenizer.chat_template = template
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
+    )
     examples = [Conversation(TWO_TURNS), PlainText("How many? 3 + 4", 9), PlainText("Hi")]
     rows: list[tuple[Place, Example]] = [(PLACE, example) for example in examples]
     expected = encode(rows, tokenizer, EncodeOptions(1000))
