@@ -96,8 +96,6 @@ def pack_evenly(lengths: Sequence[int] | Integers, budget: int) -> Packs:
         ConfigError: A sample is longer than `budget`.
     """
     order, sizes = _longest_first(lengths, budget)
-    if not len(sizes):
-        return Packs(order, np.zeros(1, np.int64))
     most = _num_bins(_best_fit(sizes, np.empty(0, np.int64), budget))
     spread = bin_of = _spread(sizes, budget)
     for share in _REPACKED:

@@ -91,17 +91,17 @@ def plan_epoch(
     is left, spread evenly over the ranks in as few micro-batches as it needs. All ranks have the same number of
     micro-batches, and in each step about the same work.
 
-    Why packs of similar work: attention grows with the square of a document's length. Of packs of 8,192
-    tokens drawn at random (lengths log-normal, median 400, sigma 1), the one with the most work among eight
-    has twice the work of their mean, or more, so seven ranks would wait for one; no dealing can mend that when
-    each rank gets one pack. The price is that steps differ: by how much depends on the packs. Those of plain
-    best fit have documents of one kind each, so that whole steps would be of short documents only.
-    `pack_evenly` makes most packs alike in work, and each of short and long documents. Then only packs with a
-    document that is more work than an average pack end up together, which the balance calls for, and the rest
-    meet by chance: the token-weighted mean of log2(length) of a step of eight has a standard deviation of 0.7
-    over steps; it would be 1.4 with best fit's packs sorted by work, 0.5 with those and 0.25 with even packs in
-    random order. Where a global batch is dealt over several micro-batches, dealing alone could do with less
-    similarity, but its steps would no longer be the same on more ranks with fewer micro-batches.
+    Why packs of similar work: attention grows with the square of a document's length. Among eight packs of 8,192
+    tokens that meet by chance (lengths log-normal, median 400, sigma 1), the one with the most work has about
+    twice that of their mean, so seven ranks would wait for one; no dealing can mend that where each rank gets one
+    pack. The price is that steps differ in what they hold: by how much depends on the packs. Those of plain best
+    fit have documents of one kind each, and whole steps would be of short documents only. `pack_evenly` makes most
+    packs alike in work, and each of short and long documents. Then only packs with a document that is more work
+    than an average pack end up together, which balance calls for, and the rest meet by chance. In figures: the
+    token-weighted mean of log2(length) of a step of eight packs has a standard deviation over steps of 0.6; it
+    would be 1.4 with best fit's packs sorted by work, 0.5 with those in random order and 0.2 with even packs in
+    random order (`benchmarks/packing.py`). Where a global batch has several micro-batches, dealing alone could do
+    with less similarity, but then equal products would no longer give equal steps.
 
     Args:
         lengths: Tokens in each sample.

@@ -165,6 +165,14 @@ def test_work_of_ranks_is_similar_in_every_step(accumulation: int, mode: dict[st
         assert max(work) <= 1.15 * sum(work) / 4
 
 
+def test_heavy_micro_batches_of_all_ranks_meet() -> None:
+    lengths = random_lengths(240)
+    for step in plan(lengths, 2, 4, batch_size=3).steps:
+        for rank in range(2):
+            work = [sum(lengths[i] * (lengths[i] + 4096) for i in micro[rank]) for micro in step]
+            assert work == sorted(work, reverse=True)
+
+
 def lognormal(num: int, median: float, sigma: float) -> np.ndarray:
     lengths = np.random.default_rng(0).lognormal(math.log(median), sigma, num)
     return np.clip(lengths.astype(np.int64), 1, 8192)
@@ -195,7 +203,8 @@ def test_most_steps_have_documents_of_all_lengths() -> None:
 
 def test_steps_come_in_random_order_and_the_last_is_of_any_work() -> None:
     lengths = random_lengths(400)
-    epochs = [step_samples(plan(lengths, 1, 3, max_tokens=64, epoch=epoch)) for epoch in range(40)]
+    epochs = [step_samples(plan(lengths, 1, 4, max_tokens=64, epoch=epoch)) for epoch in range(40)]
+    assert plan(lengths, 1, 4, max_tokens=64).num_last < 4
     work = [[sum(lengths[index] ** 2 for index in step) for step in steps] for steps in epochs]
     assert {len(steps) for steps in epochs} == {len(epochs[0])}
     num_first = [sum(steps[:5]) / sum(steps[:-1]) for steps in work]
@@ -356,7 +365,7 @@ def test_total_steps() -> None:
     assert per_epoch == [8, 7, 8, 7]
     assert per_epoch == [mixed.plan(epoch).num_steps for epoch in range(4)]
     assert mixed.total_steps(3) == sum(per_epoch[:3])
-    assert mixed.total_steps(1.5) == per_epoch[0] + math.ceil(per_epoch[1] / 2)
+    assert mixed.total_steps(1.2) == 8 + 2
     assert mixed.total_steps(0.5) == math.ceil(per_epoch[0] / 2)
 
 

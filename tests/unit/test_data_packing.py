@@ -72,6 +72,10 @@ def test_long_samples_are_spread() -> None:
     assert [[lengths[i] for i in group] for group in pack(lengths, 100)] == [[50, 50], [10] * 10]
     packs = pack_evenly(lengths, 100)
     assert packs.to_lists() == [[0, 2, 4, 9, 10, 11], [1, 3, 5, 6, 7, 8]]
+    # The longest open the packs, the next go to those with the least work.
+    lengths = [500, 490, 480, 470, 460, 450, 440, 430, *range(390, 350, -5), *[20] * 60]
+    pairs = [group[:2] for group in pack_evenly(lengths, 1000).to_lists()]
+    assert pairs[3:] == [[3, 12], [4, 11], [5, 10], [6, 9], [7, 8]]
     assert pack_evenly([], 10).to_lists() == []
     assert pack_evenly([0, 5, 0, 5], 5).to_lists() == pack([0, 5, 0, 5], 5)
 
