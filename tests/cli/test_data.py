@@ -354,7 +354,11 @@ def test_figures_are_those_of_training(hfpar_data, model, tmp_path, monkeypatch)
     assert found["batches"]["num_held_out"] == len(data.eval_samples)
     assert found["batches"]["steps_per_epoch"] == loader.num_steps(0)
     assert found["batches"]["total_steps"] == loader.total_steps(2.5)
-    assert found["batches"]["num_packs"] == loader.plan(0).items.num_packs
+    packs = loader.plan(0).items
+    assert found["batches"]["num_packs"] == packs.num_packs
+    num_tokens_of_epoch = int(data.samples.lengths[packs.indices].sum())
+    assert found["batches"]["fill"] == num_tokens_of_epoch / (200 * packs.num_packs)
+    assert num_tokens_of_epoch < data.samples.lengths.sum()  # the second file's weight is 0.5
 
 
 def test_held_out_data_is_read_too_and_compared(hfpar_data, model):
@@ -363,15 +367,29 @@ def test_held_out_data_is_read_too_and_compared(hfpar_data, model):
     words = ("--eval_dataset", "eval.jsonl", "--model_name_or_path", model)
     code, out, _ = hfpar_data("check", "train.jsonl", *words)
     assert code == 0
-    assert unpadded(out).splitlines()[-7:] == [
+    assert unpadded(out).splitlines()[-8:] == [
         "in both",
         "  1 rows of eval_dataset that dataset has, too",
         "    eval.jsonl, line 2 = train.jsonl, line 1",
         "batches",
         "  samples  2 an epoch",
         "  batch    8 samples x 1 x 1 ranks",
-        "  padding  4.2% of padded batches, taken out before the model",
-    ] or unpadded(out).splitlines()[-1].startswith("  steps")
+        "  padding  4.0% of padded batches, taken out before the model",
+        "  steps    1 (1 an epoch, num_train_epochs 1)",
+    ]
+    code, out, _ = hfpar_data("check", "train.jsonl", *words, "--json")
+    report = json.loads(out)
+    pair = {**place(2, "eval.jsonl"), "earlier": place(1, "train.jsonl")}
+    assert report["rows_in_both"] == {"count": 1, "pairs": [pair]}
+    assert (report["dataset"]["tokens"], report["eval_dataset"]["rows"]) == (48, 2)
+
+
+def test_a_sample_s_first_token_is_no_label(hfpar_data, model):
+    write("text.jsonl", {"text": "Hi"})
+    words = ("--model_name_or_path", model, "--train_on", "all", "--json")
+    _, out, _ = hfpar_data("check", "text.jsonl", *words)
+    dataset = json.loads(out)["dataset"]
+    assert (dataset["label_tokens"], dataset["label_tokens_per_sample"]) == (2, quantiles(2))
 
 
 @pytest.mark.parametrize(
