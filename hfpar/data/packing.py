@@ -143,9 +143,8 @@ def _spread(sizes: Integers, budget: int) -> Integers:
         count = min(max(1, num_bins // 4), stop - done, len(bins))
         if count == 0:
             break
-        if count < len(bins):
-            bins = bins[np.argpartition(work[bins], count - 1)[:count]]
-        bins = bins[np.argsort(work[bins], kind="stable")]
+        # Stable, not a partition: that leaves the order of equals to the processor.
+        bins = bins[np.argsort(work[bins], kind="stable")[:count]]
         placed = sizes[done : done + count]
         bin_of[done : done + count] = bins
         rooms[bins] -= placed
