@@ -66,7 +66,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def make_padded(args: argparse.Namespace, recorder: Recorder) -> transformers.Trainer:
     from hfpar.data.build import Recipe, encode_rows
-    from hfpar.data.chat import EncodeOptions
+    from hfpar.data.chat.encode import EncodeOptions
 
     class CountingTrainer(transformers.Trainer):
         def training_step(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> torch.Tensor:

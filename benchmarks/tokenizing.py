@@ -49,7 +49,7 @@ def tokenize_hfpar(data: Path, model: str, folder: Path) -> dict[str, Any]:
     from hfpar.config.schema import DataSource, SFTConfig
     from hfpar.data.build import Recipe
     from hfpar.data.cache import TokenCache, TokenRequest
-    from hfpar.data.sources import resolve
+    from hfpar.data.reading.sources import resolve
 
     columns = {"instruction": "question", "output": "answer"}
     source = DataSource(path=str(data), format="alpaca", columns=columns)

@@ -103,7 +103,7 @@ def mean_length(args: argparse.Namespace) -> float:
     from transformers import AutoTokenizer
 
     from hfpar.data.build import Recipe, encode_rows
-    from hfpar.data.chat import EncodeOptions
+    from hfpar.data.chat.encode import EncodeOptions
 
     rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
     recipe = Recipe("messages", None, EncodeOptions(max_length=args.max_tokens))

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hfpar.config.schema import DataSource, FormatName, SFTConfig
-from hfpar.data.chat import EncodedRow, EncodeOptions, encode
-from hfpar.data.chunks import Chunk
-from hfpar.data.formats import to_example
-from hfpar.data.rows import Example, Place, Problem, RowError
+from hfpar.data.chat.encode import EncodedRow, EncodeOptions, encode
+from hfpar.data.reading.chunks import Chunk
+from hfpar.data.reading.formats import to_example
+from hfpar.data.reading.rows import Example, Place, Problem, RowError
 from hfpar.data.store import MAX_LISTED_PROBLEMS, DataReport, TokenArrays, TokenBlock
 from hfpar.errors import BadRowsError, DataError
 

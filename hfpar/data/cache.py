@@ -6,6 +6,7 @@ it while others wait. Whoever is killed leaves a part without a name, which the 
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import importlib.metadata
 import json
@@ -15,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hfpar.data.build import Recipe, encode_chunk, map_chunks, useful_processes
-from hfpar.data.chunks import Chunk
-from hfpar.data.sources import DataFile, read_chunks
+from hfpar.data.reading.chunks import Chunk
+from hfpar.data.reading.sources import DataFile, read_chunks
 from hfpar.data.store import META_FILE, TokenStore, TokenWriter
 from hfpar.errors import BadRowsError, ConfigError
 
@@ -213,14 +214,16 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, folder: Path) -> s
     for path in sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)}):
         if path.is_file():
             digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
-    template: Any = tokenizer.chat_template
-    digest.update(b"\0" + json.dumps(template, sort_keys=True).encode())
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    digest.update(b"\0" + template.encode())
+    if "strftime_now" in template:  # it writes the date into every conversation
+        digest.update(datetime.date.today().isoformat().encode())
     return digest.hexdigest()
 
 
 def code_fingerprint() -> str:
     """A digest of the code that makes tokens: an entry of other code is another entry."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()

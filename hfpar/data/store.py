@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 
-from hfpar.data.rows import Place
+from hfpar.data.reading.rows import Place
 from hfpar.data.stream import IGNORE_INDEX, Sample
 
 META_FILE = "meta.json"

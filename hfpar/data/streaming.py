@@ -19,8 +19,8 @@ import numpy as np
 from hfpar.data.build import encode_chunk
 from hfpar.data.cache import TokenRequest
 from hfpar.data.loader import StepLoader
-from hfpar.data.rows import Place, Problem
-from hfpar.data.sources import read_chunks
+from hfpar.data.reading.rows import Place, Problem
+from hfpar.data.reading.sources import read_chunks
 from hfpar.data.store import DataReport, TokenArrays, TokenBlock
 from hfpar.data.stream import TokenStream
 from hfpar.errors import BadRowsError, DataError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hfpar.data.rows import Place
+from hfpar.data.reading.rows import Place
 from hfpar.datatool.facts import DIGEST_BYTES, NO_PROMPT, ChunkFacts
 
 MOST_PAIRS = 5

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hfpar.data.build import Recipe, make_block, read_examples
-from hfpar.data.chat import EncodedRow, encode
-from hfpar.data.formats import recognise
-from hfpar.data.rows import Conversation, Example, Place, Problem, RowError
-from hfpar.data.sources import Chunk
+from hfpar.data.chat.encode import EncodedRow, encode
+from hfpar.data.reading.formats import recognise
+from hfpar.data.reading.rows import Conversation, Example, Place, Problem, RowError
+from hfpar.data.reading.sources import Chunk
 from hfpar.data.store import DataReport
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe, map_chunks, useful_processes
-from hfpar.data.rows import Place, Problem
-from hfpar.data.sources import DataFile, read_chunks, resolve
+from hfpar.data.reading.rows import Place, Problem
+from hfpar.data.reading.sources import DataFile, read_chunks, resolve
 from hfpar.data.store import DataReport
 from hfpar.datatool.duplicates import RowDigests
 from hfpar.datatool.facts import ChunkFacts, inspect_chunk

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hfpar.data.rows import Place
+from hfpar.data.reading.rows import Place
 from hfpar.datatool.check import CheckResult
 from hfpar.datatool.duplicates import Repeats
 from hfpar.datatool.gather import MOST_PLACES, DataFacts, SourceFacts

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from hfpar.config.schema import SFTConfig
 from hfpar.data.build import Recipe
-from hfpar.data.chat import EncodedRow, encode
-from hfpar.data.chunks import split_lines
-from hfpar.data.formats import recognise, to_example
-from hfpar.data.overflow import EncodedSample
-from hfpar.data.rows import Example, Place, Problem, RowError
-from hfpar.data.sources import Chunk, read_chunks
+from hfpar.data.chat.encode import EncodedRow, encode
+from hfpar.data.chat.overflow import EncodedSample
+from hfpar.data.reading.chunks import split_lines
+from hfpar.data.reading.formats import recognise, to_example
+from hfpar.data.reading.rows import Example, Place, Problem, RowError
+from hfpar.data.reading.sources import Chunk, read_chunks
 from hfpar.datatool.facts import NO_LIMIT, is_too_long
 from hfpar.datatool.gather import find_files
 from hfpar.datatool.pieces import Piece, special_token_ids, to_pieces

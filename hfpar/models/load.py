@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
-from hfpar.data.templates import resolve_chat_template
+from hfpar.data.chat.templates import resolve_chat_template
 from hfpar.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -13,10 +13,10 @@ from transformers import PretrainedConfig
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe
 from hfpar.data.cache import TokenCache, TokenRequest
-from hfpar.data.chunks import Chunk
 from hfpar.data.loader import StepLoader
 from hfpar.data.packing import pack
-from hfpar.data.sources import resolve
+from hfpar.data.reading.chunks import Chunk
+from hfpar.data.reading.sources import resolve
 from hfpar.data.store import DataReport, Selection, TokenStore
 from hfpar.data.stream import TokenStream, build_stream
 from hfpar.data.streaming import StreamLoader, WindowReader

@@ -21,8 +21,8 @@ from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data import cache as cache_module
 from hfpar.data.build import Recipe, encode_chunk, map_chunks, useful_processes
 from hfpar.data.cache import TokenCache, TokenRequest
-from hfpar.data.rows import Place
-from hfpar.data.sources import DataFile, read_chunks, resolve
+from hfpar.data.reading.rows import Place
+from hfpar.data.reading.sources import DataFile, read_chunks, resolve
 from hfpar.data.store import TokenStore
 from hfpar.errors import BadRowsError, ConfigError, DataError
 from hfpar.models.tiny import build_tiny_model

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfpar.data.chat import EncodedRow, EncodedSample, EncodeOptions, encode
-from hfpar.data.rows import Conversation, Example, Place, PlainText
+from hfpar.data.chat.encode import EncodedRow, EncodedSample, EncodeOptions, encode
+from hfpar.data.reading.rows import Conversation, Example, Place, PlainText
 from hfpar.data.stream import Sample, build_stream, pad_batch, unpad_batch
 from hfpar.errors import ConfigError
 

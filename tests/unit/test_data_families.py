@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfpar.data.chat import EncodeOptions, encode
-from hfpar.data.rows import Conversation, Place
+from hfpar.data.chat.encode import EncodeOptions, encode
+from hfpar.data.reading.rows import Conversation, Place
 
 CORPUS = [
     "How many apples are left? There are seven. And now? Only three of them remain. Be short, please. 😀"

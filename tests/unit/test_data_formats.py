@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hfpar.data.formats import to_example
-from hfpar.data.rows import Conversation, Example, PlainText, RowError
+from hfpar.data.reading.formats import to_example
+from hfpar.data.reading.rows import Conversation, Example, PlainText, RowError
 
 USER = {"role": "user", "content": "Hi"}
 BOT = {"role": "assistant", "content": "Hello"}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hfpar.config.schema import DataSource
-from hfpar.data.rows import Problem
-from hfpar.data.sources import DataFile, read_chunks, resolve
+from hfpar.data.reading.rows import Problem
+from hfpar.data.reading.sources import DataFile, read_chunks, resolve
 from hfpar.errors import DataError
 
 datasets = pytest.importorskip("datasets")
@@ -415,7 +415,7 @@ def test_what_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offline(tmp_path: Path) -> None:
     code = (
         "from hfpar.config.schema import DataSource\n"
-        "from hfpar.data.sources import resolve, read_chunks\n"
+        "from hfpar.data.reading.sources import resolve, read_chunks\n"
         "from hfpar.errors import DataError\n"
         "for call in (lambda f: list(read_chunks([f])), lambda f: list(read_chunks([f], streaming=True)),\n"
         "             lambda f: f.fingerprint()):\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hfpar.data.rows import Place
+from hfpar.data.reading.rows import Place
 from hfpar.data.store import DataReport, Selection, TokenBlock, TokenStore, TokenWriter
 from hfpar.data.stream import Sample
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe
 from hfpar.data.cache import TokenRequest
-from hfpar.data.sources import resolve
+from hfpar.data.reading.sources import resolve
 from hfpar.data.streaming import StreamLoader, WindowReader
 from hfpar.errors import BadRowsError, DataError
 from hfpar.models.tiny import build_tiny_model

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfpar.data.chat import EncodeOptions, encode
-from hfpar.data.rows import Conversation, Place
-from hfpar.data.templates import resolve_chat_template
+from hfpar.data.chat.encode import EncodeOptions, encode
+from hfpar.data.chat.templates import resolve_chat_template
+from hfpar.data.reading.rows import Conversation, Place
 from hfpar.errors import ConfigError
 from hfpar.models.load import load_tokenizer
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hfpar.data.build import Recipe
-from hfpar.data.chat import EncodeOptions
-from hfpar.data.chunks import Chunk
-from hfpar.data.rows import Place
+from hfpar.data.chat.encode import EncodeOptions
+from hfpar.data.reading.chunks import Chunk
+from hfpar.data.reading.rows import Place
 from hfpar.datatool.duplicates import MOST_PAIRS, Repeats, RowDigests
 from hfpar.datatool.facts import inspect_chunk
 

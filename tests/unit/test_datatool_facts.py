@@ -7,9 +7,9 @@ import pytest
 
 from hfpar.config.schema import DataSource
 from hfpar.data.build import Recipe
-from hfpar.data.chat import EncodeOptions
-from hfpar.data.chunks import Chunk
-from hfpar.data.rows import Place
+from hfpar.data.chat.encode import EncodeOptions
+from hfpar.data.reading.chunks import Chunk
+from hfpar.data.reading.rows import Place
 from hfpar.datatool.facts import inspect_chunk
 from hfpar.datatool.gather import MOST_PLACES, DataFacts, SourceFacts
 from hfpar.datatool.plot import plot_lengths, uses_log_axis

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hfpar.data.build import Recipe, encode_rows
-from hfpar.data.chat import EncodeOptions
+from hfpar.data.chat.encode import EncodeOptions
 from hfpar.data.stream import pad_batch, shift_labels
 from hfpar.data.word_problems import generate_conversations
 from hfpar.models.tiny import build_tiny_model

@@ -6,8 +6,8 @@ import difflib
 import json
 from typing import Any
 
-from hfpar.data.chunks import type_name
-from hfpar.data.rows import Message, RowError
+from hfpar.data.reading.chunks import type_name
+from hfpar.data.reading.rows import Message, RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_ALIASES = {

@@ -15,8 +15,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hfpar.config.schema import EarlierTurnsName, TrainOnName
-from hfpar.data.rendering import Rendered, RenderedConversation, Renderer, Span
-from hfpar.data.rows import Conversation, Message, RowError
+from hfpar.data.chat.rendering import Rendered, RenderedConversation, Renderer, Span
+from hfpar.data.reading.rows import Conversation, Message, RowError
 
 
 @dataclass

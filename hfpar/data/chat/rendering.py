@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hfpar.data.rows import Conversation, Message, RowError
+from hfpar.data.reading.rows import Conversation, Message, RowError
 from hfpar.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import csv
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hfpar.data.byte_source import ByteSource
-from hfpar.data.chunks import Chunk, ChunkForm
-from hfpar.data.rows import Place, RowError
+from hfpar.data.reading.byte_source import ByteSource
+from hfpar.data.reading.chunks import Chunk, ChunkForm
+from hfpar.data.reading.rows import Place, RowError
 from hfpar.errors import DataError
 
 MAX_LINE_BYTES = 32 << 20

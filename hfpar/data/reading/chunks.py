@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfpar.data.rows import Place, Problem
+from hfpar.data.reading.rows import Place, Problem
 
 ChunkForm = Literal["lines", "empty lines", "values", "cells", "arrow"]
 

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hfpar.data import readers
-from hfpar.data.byte_source import ByteSource
-from hfpar.data.chunks import TOO_DEEP, Chunk, has_escaped_bytes, is_too_deep, json_reason
-from hfpar.data.readers import BYTE_ORDER_MARK, REST_IS_LOST, SKIP_BYTES, problem_chunk, too_long
-from hfpar.data.rows import Place, Problem, RowError
+from hfpar.data.reading import text_files
+from hfpar.data.reading.byte_source import ByteSource
+from hfpar.data.reading.chunks import TOO_DEEP, Chunk, has_escaped_bytes, is_too_deep, json_reason
+from hfpar.data.reading.rows import Place, Problem, RowError
+from hfpar.data.reading.text_files import BYTE_ORDER_MARK, REST_IS_LOST, SKIP_BYTES, problem_chunk, too_long
 from hfpar.errors import DataError
 
 _BLOCK = 1 << 20
@@ -152,7 +152,7 @@ class _Text:
             self._more()  # a number may go on behind the window
 
     def _may_be_unfinished(self, error: Exception) -> bool:
-        if len(self.text) - self.position > readers.MAX_LINE_BYTES:
+        if len(self.text) - self.position > text_files.MAX_LINE_BYTES:
             raise RowError(too_long("").kind, too_long("the row").reason + REST_IS_LOST)
         return isinstance(error, json.JSONDecodeError) and (
             error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hfpar.config.schema import FormatName
-from hfpar.data.chunks import type_name
-from hfpar.data.messages import check_order, parse_json, parse_messages
-from hfpar.data.rows import Conversation, Example, Message, PlainText, RowError
+from hfpar.data.reading.chunks import type_name
+from hfpar.data.reading.messages import check_order, parse_json, parse_messages
+from hfpar.data.reading.rows import Conversation, Example, Message, PlainText, RowError
 
 Row = dict[str, Any]
 

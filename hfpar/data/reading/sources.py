@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hfpar.config.schema import DataSource
-from hfpar.data import columnar, json_list, readers
-from hfpar.data.byte_source import COMPRESSIONS, ByteSource, cannot_be_read
-from hfpar.data.chunks import Chunk
+from hfpar.data.reading import columnar, json_list, text_files
+from hfpar.data.reading.byte_source import COMPRESSIONS, ByteSource, cannot_be_read
+from hfpar.data.reading.chunks import Chunk
 from hfpar.errors import DataError
 
 DataKind = Literal["jsonl", "json", "csv", "parquet", "arrow", "hub"]
@@ -159,10 +159,10 @@ def _read_file(file: DataFile, limits: tuple[int, int], streaming: bool) -> Iter
 
 def _read_text(file: DataFile, source: ByteSource, limits: tuple[int, int], as_list: bool) -> Iterator[Chunk]:
     if file.kind == "csv":
-        return readers.read_csv(source, file._delimiter, limits)
+        return text_files.read_csv(source, file._delimiter, limits)
     if as_list:
         return json_list.read_json_list(source, limits)
-    return readers.read_lines(source, limits)
+    return text_files.read_lines(source, limits)
 
 
 def _suffixes(path: str) -> tuple[str, str]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hfpar.data.byte_source import cannot_be_read, one_line
-from hfpar.data.chunks import Chunk
+from hfpar.data.reading.byte_source import cannot_be_read, one_line
+from hfpar.data.reading.chunks import Chunk
 from hfpar.errors import DataError
 
 _BUFFER = 1 << 20

@@ -1,7 +1,7 @@
 """Turn examples into tokens, and say which of them the model is to learn.
 
 Each text is tokenized once, many in one call. A token is trained if it lies inside a range of characters that is
-trained (`hfpar/data/turns.py` finds those), whatever its id: whether it is the pad token is never asked.
+trained (`hfpar/data/chat/turns.py` finds those), whatever its id: whether it is the pad token is never asked.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hfpar.config.schema import EarlierTurnsName, OverflowName, TrainOnName
-from hfpar.data.overflow import EncodedSample, fit_length
-from hfpar.data.rendering import Renderer, Span
-from hfpar.data.rows import Conversation, Example, Place, PlainText, Problem, RowError
-from hfpar.data.turns import LabelledText, label_conversation
-from hfpar.errors import DataError
+from hfpar.data.chat.overflow import EncodedSample, fit_length
+from hfpar.data.chat.rendering import Renderer, Span
+from hfpar.data.chat.turns import LabelledText, label_conversation
+from hfpar.data.reading.rows import Conversation, Example, Place, PlainText, Problem, RowError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
-
-    from hfpar.data.stream import Sample
 
 
 @dataclass(frozen=True)
@@ -206,73 +203,3 @@ def _count_tokens(
             f"character {edge} lies inside a token, and this tokenizer gives no offsets: use a fast tokenizer",
         )
     return len(prefix)
-
-
-@dataclass(frozen=True)
-class TokenizeReport:
-    """What became of the rows."""
-
-    num_rows: int
-    num_samples: int
-    """Rows that are used."""
-    num_too_long: int
-    """Rows dropped because they have more than `max_length` tokens."""
-    num_without_label: int
-    """Rows dropped because no token of theirs is to be learnt."""
-    num_tokens: int
-    """Tokens of the samples."""
-    num_label_tokens: int
-    """Tokens of the samples that are targets."""
-
-
-def tokenize_rows(
-    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[Sample], TokenizeReport]:
-    """Tokenize rows of messages, prompt and completion, or text with `encode`'s defaults.
-
-    Raises:
-        DataError: a row can't be used (the message names it, counting from 1), or none is left.
-        ConfigError: there are conversations but the tokenizer has no chat template.
-    """
-    from hfpar.data.stream import IGNORE_INDEX, Sample
-
-    counts: Counter[str] = Counter()
-    samples: list[Sample] = []
-    for start in range(0, len(rows), 1000):
-        examples = [
-            (Place("", "row", start + index + 1), _as_example(row))
-            for index, row in enumerate(rows[start : start + 1000])
-        ]
-        for result in encode(examples, tokenizer, EncodeOptions(max_length)):
-            if result.problem is not None:
-                raise DataError(f"row {result.problem.place.number}: {result.problem.reason}")
-            counts.update(result.counts)
-            for input_ids, trained in result.samples:
-                labels = [
-                    token if use else IGNORE_INDEX for token, use in zip(input_ids, trained, strict=True)
-                ]
-                samples.append(Sample(input_ids, labels))
-    if not samples:
-        raise DataError(
-            f"none of the {len(rows)} rows can be trained on: {counts['too long']} are longer than max_length "
-            f"{max_length}, {counts['without label']} have nothing to learn (no assistant's turn or completion)"
-        )
-    return samples, TokenizeReport(
-        num_rows=len(rows),
-        num_samples=len(samples),
-        num_too_long=counts["too long"],
-        num_without_label=counts["without label"],
-        num_tokens=sum(len(sample.input_ids) for sample in samples),
-        num_label_tokens=sum(label != IGNORE_INDEX for sample in samples for label in sample.labels[1:]),
-    )
-
-
-def _as_example(row: dict[str, Any]) -> Example:
-    if "messages" in row:
-        return Conversation(list(row["messages"]), tools=row.get("tools"))
-    if "text" in row:
-        return PlainText(row["text"])
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        return PlainText(prompt + completion, len(prompt))
-    return Conversation([*prompt, *completion], len(prompt), row.get("tools"))

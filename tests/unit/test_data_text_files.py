@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from hfpar.config.schema import DataSource
-from hfpar.data import byte_source, readers
-from hfpar.data.rows import Problem
-from hfpar.data.sources import Chunk, read_chunks, resolve
+from hfpar.data.reading import byte_source, text_files
+from hfpar.data.reading.rows import Problem
+from hfpar.data.reading.sources import Chunk, read_chunks, resolve
 from hfpar.errors import DataError, MissingDependencyError
 
 A, B, C = {"text": "a"}, {"text": "é"}, {"text": "c"}
@@ -149,8 +149,8 @@ def test_types_may_differ_between_rows(tmp_path: Path) -> None:
 
 
 def test_a_long_line_is_skipped_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(readers, "SKIP_BYTES", 1 << 16)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "SKIP_BYTES", 1 << 16)
     path = write(tmp_path / "a.jsonl", lines(A, {"text": "x" * (30 << 20)}, B))
     assert rows_of(path) == [
         (1, A),
@@ -165,7 +165,7 @@ def test_a_long_line_is_skipped_without_being_held(tmp_path: Path, monkeypatch: 
 
 
 def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", len(lines(A)))
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", len(lines(A)))
     path = write(tmp_path / "a.jsonl", lines(A, B, A))  # B's letter has two bytes
     assert rows_of(path) == [(1, A), (2, ("line too long", "the line is longer than 14 bytes")), (3, A)]
 
@@ -298,7 +298,7 @@ def test_an_error_of_the_disk_ends_the_reading(tmp_path: Path, monkeypatch: pyte
 def test_a_json_list_in_any_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, rows: int
 ) -> None:
-    monkeypatch.setattr("hfpar.data.json_list._BLOCK", block)
+    monkeypatch.setattr("hfpar.data.reading.json_list._BLOCK", block)
     row = {"text": 'a ]},{[ "\\ é \U0001f600', "n": [1, 2.5e3, {"x": None}]}
     flat_text = json.dumps([A, row, C])
     assert rows_of(write(tmp_path / "a.json", flat_text), rows=rows) == [(1, A), (1, row), (1, C)]
@@ -369,7 +369,7 @@ REST = "; the rest of the file isn't read"
 def test_a_bad_json_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Any, block: int
 ) -> None:
-    monkeypatch.setattr("hfpar.data.json_list._BLOCK", max(block, len(text) // 100))
+    monkeypatch.setattr("hfpar.data.reading.json_list._BLOCK", max(block, len(text) // 100))
     path = write(tmp_path / "a.json", text)
     if expected is None:
         with pytest.raises(DataError, match=r"a.json: the data set is empty$"):
@@ -384,7 +384,7 @@ def test_bytes_of_a_json_list_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 def test_a_long_row_of_a_json_list_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1 << 20)
     path = write(tmp_path / "a.json", json.dumps([A, {"text": "x" * (20 << 20)}, C]))
     assert rows_of(path) == [(1, A), (1, ("line too long", f"the row is longer than 1,048,576 bytes{REST}"))]
     tracemalloc.start()
@@ -452,16 +452,16 @@ def test_bad_csv_rows(tmp_path: Path, rows: int) -> None:
 def test_a_csv_quote_that_is_never_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.csv", 'text\na\n"b\n' + "c\n" * 3)
     assert rows_of(path) == [(1, A), (2, ("broken CSV", "not valid CSV: unexpected end of data"))]
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 3)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 3)
     reason = "not valid CSV: field larger than field limit (3)" + REST
     path = write(tmp_path / "b.csv", 'xyz\na\n"b\n' + "c\n" * 30)
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 4)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 4)
     reason = reason.replace("3", "4")
     assert rows_of(path)[1:] == [(2, ("broken CSV", reason))]
 
 
 def test_a_long_csv_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 200_000)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 200_000)
     good = {"text": "x" * 150_000}  # more than the csv module takes by itself
     path = write(tmp_path / "a.csv", f"text\n{good['text']}\n{'y' * 200_001}\nz\n")
     assert rows_of(path) == [(1, good), (2, ("line too long", f"a line is longer than 200,000 bytes{REST}"))]

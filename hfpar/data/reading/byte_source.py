@@ -10,7 +10,7 @@ import os
 import zlib
 from typing import IO, Any
 
-from hfpar.data.rows import RowError
+from hfpar.data.reading.rows import RowError
 from hfpar.errors import DataError, MissingDependencyError
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
@@ -111,9 +111,7 @@ def _decompressed(path: str, raw: IO[bytes], compression: str | None) -> Any:
             import zstandard
         except ImportError as error:
             raw.close()
-            raise MissingDependencyError(
-                f"{path}: needs zstandard: pip install 'hfpar[zstd]'"
-            ) from error
+            raise MissingDependencyError(f"{path}: needs zstandard: pip install 'hfpar[zstd]'") from error
         return io.BufferedReader(_ZstdReader(raw, zstandard), buffer_size=1 << 17)
     return raw
 

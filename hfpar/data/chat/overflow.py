@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from hfpar.config.schema import OverflowName
-from hfpar.data.rows import RowError
+from hfpar.data.reading.rows import RowError
 
 
 class EncodedSample(NamedTuple):

@@ -1,0 +1,1 @@
+"""From rows to labelled tokens, by way of the chat template."""

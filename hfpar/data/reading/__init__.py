@@ -1,0 +1,1 @@
+"""From files of any kind to rows of one shape, each with its place."""
