@@ -22,7 +22,7 @@ from hfpar.data.loader import StepLoader
 from hfpar.data.reading.rows import Place, Problem
 from hfpar.data.reading.sources import read_chunks
 from hfpar.data.store import DataReport, TokenArrays, TokenBlock
-from hfpar.data.stream import TokenStream
+from hfpar.data.stream import Sample, TokenStream
 from hfpar.errors import BadRowsError, DataError
 
 if TYPE_CHECKING:
@@ -184,6 +184,11 @@ class StreamLoader:
             loader.epoch = self.epoch
             self._current = (self.epoch, loader)
         return self._current[1]
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Of the current window."""
+        return self._loader().samples
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of the current window."""

@@ -18,7 +18,7 @@ from hfpar.data.packing import pack
 from hfpar.data.reading.chunks import Chunk
 from hfpar.data.reading.sources import resolve
 from hfpar.data.store import DataReport, Selection, TokenStore
-from hfpar.data.stream import TokenStream, build_stream
+from hfpar.data.stream import IGNORE_INDEX, Sample, TokenStream, build_stream
 from hfpar.data.streaming import StreamLoader, WindowReader
 from hfpar.errors import ConfigError, DataError
 from hfpar.parallel.layout import Layout
@@ -260,6 +260,19 @@ def make_loader(
     if run_data.windows is not None:
         return StreamLoader(run_data.windows, **batches)
     return StepLoader(run_data.samples, sources=run_data.segments, **batches)
+
+
+def stop_token(samples: Sequence[Sample], tokenizer: Any) -> int | None:
+    """The special token that ends what is trained, if all of the first samples end with the same one.
+
+    Generation is to stop there, also where the model comes with another end, as a base model does.
+    """
+    last = {
+        next(label for label in reversed(samples[index].labels) if label != IGNORE_INDEX)
+        for index in range(min(len(samples), 100))
+    }
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return last.pop() if len(last) == 1 and last <= special else None
 
 
 def eval_batches(samples: Selection, config: SFTConfig, layout: Layout) -> list[TokenStream]:

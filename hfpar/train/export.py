@@ -17,7 +17,13 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def export_model(
-    engine: Engine, tokenizer: Any, output_dir: Path, layout: Layout, *, max_shard_size: str = "50GB"
+    engine: Engine,
+    tokenizer: Any,
+    output_dir: Path,
+    layout: Layout,
+    *,
+    stop_token: int | None = None,
+    max_shard_size: str = "50GB",
 ) -> None:
     """Write what Transformers (or PEFT) loads: weights, config, tokenizer, chat template. All ranks together.
 
@@ -28,6 +34,8 @@ def export_model(
         tokenizer: saved beside it.
         output_dir: where to. A model that is there stays whole until the new one takes its place.
         layout: the rank's place.
+        stop_token: ends what was trained, so that generation is to stop there too. An adapter can't say so: its
+            base has that setting.
         max_shard_size: of a safetensors file.
 
     Raises:
@@ -42,6 +50,9 @@ def export_model(
     if not is_peft:
         weights.update((name, buffer.detach().cpu()) for name, buffer in persistent_buffers(module).items())
 
+    if stop_token is not None and not is_peft:
+        _stop_at(module.generation_config, stop_token)
+
     def write() -> None:
         partial = output_dir / ".export.partial"
         with explained_write_errors(output_dir):
@@ -55,6 +66,14 @@ def export_model(
             _publish(partial, output_dir)
 
     on_main(layout, write)
+
+
+def _stop_at(generation_config: Any, token: int) -> None:
+    """Add a token to those that end a generation."""
+    eos = generation_config.eos_token_id
+    known = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if token not in known:
+        generation_config.eos_token_id = [*known, token] if known else token
 
 
 def _publish(partial: Path, output_dir: Path) -> None:

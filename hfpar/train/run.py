@@ -97,6 +97,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     run_data = data.read_data(config, source, layout)
     loader = data.make_loader(config, run_data, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, loader, layout)
+    stop_token = data.stop_token(loader.samples, source.tokenizer)
     folder = checkpoint.RunFolder(config, layout)
 
     engine = build_engine(
@@ -123,7 +124,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     folder.claim()
     summary.show(config, launch, layout, engine, loader, schedule, run_data, trainer.position)
     trainer.train(trackers.start(accelerator, config))
-    export.export_model(engine, source.tokenizer, folder.path, layout)
+    export.export_model(engine, source.tokenizer, folder.path, layout, stop_token=stop_token)
     summary.finish(folder.path, run_data, layout)
     folder.release()
     engine.close()

@@ -31,6 +31,8 @@ for flags in json.loads(Path(sys.argv[1]).read_text()):
 Path(sys.argv[2], f"outcomes-{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
 """
 
+END_OF_TEXT, IM_END = 0, 2  # a base model stops at the first, ChatML's turns end with the second
+
 MIX = (
     "[{path: data.jsonl, weight: 0.75}, "
     "{path: qa.csv, weight: 2, format: alpaca, columns: {instruction: q, output: a}}]"
@@ -61,6 +63,8 @@ def folder(tmp_path: Path, inputs: Any) -> Path:
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n\n{"text": "good"}\n')
     shutil.copytree(inputs.model, tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
+    generation_config = tmp_path / "base" / "generation_config.json"
+    generation_config.write_text(json.dumps({"eos_token_id": END_OF_TEXT}))
     return tmp_path
 
 
@@ -132,3 +136,5 @@ def test_one_rank_and_two(
     assert {row[0]: row[4:] for row in figures(metrics(folder / "resumed-2"))} == whole
     template = (folder / "chatml-2" / "chat_template.jinja").read_text()
     assert "<|im_start|>" in template and "generation" in template
+    stops = json.loads((folder / "chatml-2" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [END_OF_TEXT, IM_END]

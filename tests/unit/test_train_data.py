@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoTokenizer
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.loader import StepLoader
 from hfpar.data.store import Selection
+from hfpar.data.stream import Sample
 from hfpar.data.streaming import StreamLoader
 from hfpar.errors import BadRowsError, ConfigError, DataError
 from hfpar.models.tiny import build_tiny_model
 from hfpar.parallel.layout import Layout
-from hfpar.train.data import RunData, cache_folder, data_sources, make_loader, read_data
+from hfpar.train.data import RunData, cache_folder, data_sources, make_loader, read_data, stop_token
 from hfpar.train.loop import Schedule
 from hfpar.train.model import ModelSource
 
@@ -222,3 +223,13 @@ def test_lengths_are_an_array(config: SFTConfig, source: ModelSource, layout: La
     samples = read_data(config, source, layout).samples
     assert isinstance(samples.lengths, np.ndarray)
     assert samples.lengths.tolist() == [len(sample.input_ids) for sample in samples]
+
+
+def test_where_generation_is_to_stop(source: ModelSource) -> None:
+    im_end = source.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    closed = Sample([5, 6, im_end, 7], [-100, 6, im_end, -100])
+    assert stop_token([closed, closed], source.tokenizer) == im_end
+    assert stop_token([closed, Sample([5, 6], [-100, 6])], source.tokenizer) is None
+    assert (
+        stop_token([Sample([5, 6], [-100, 6])], source.tokenizer) is None
+    )  # a word that all happen to end with
