@@ -247,8 +247,15 @@ def make_loader(
     config: SFTConfig, run_data: RunData, layout: Layout, *, pad_token_id: int
 ) -> StepLoader | StreamLoader:
     """The order in which this rank sees the samples."""
-    assert config.gradient_accumulation_steps is not None
-    batches: dict[str, Any] = {
+    batches = batch_options(config, layout, pad_token_id=pad_token_id)
+    if run_data.windows is not None:
+        return StreamLoader(run_data.windows, **batches)
+    return StepLoader(run_data.samples, sources=run_data.segments, **batches)
+
+
+def batch_options(config: SFTConfig, layout: Layout, *, pad_token_id: int) -> dict[str, Any]:
+    """What a loader is told beside the samples."""
+    return {
         "seed": config.seed,
         "dp_size": layout.dp_size,
         "dp_rank": layout.dp_rank,
@@ -257,9 +264,6 @@ def make_loader(
         "max_tokens_per_batch": config.max_tokens_per_batch,
         "pad_token_id": pad_token_id,
     }
-    if run_data.windows is not None:
-        return StreamLoader(run_data.windows, **batches)
-    return StepLoader(run_data.samples, sources=run_data.segments, **batches)
 
 
 def stop_token(samples: Sequence[Sample], tokenizer: Any) -> int | None:

@@ -118,6 +118,7 @@ def make_trainer(
     """A trainer with everything fresh, put together as `hfpar.train.run.run_sft` does."""
     import torch
 
+    from hfpar.data.loader import StepLoader
     from hfpar.engine.build import build_engine
     from hfpar.models.load import load_model_config
     from hfpar.train import data, loop, model, optim
@@ -128,8 +129,8 @@ def make_trainer(
     torch.manual_seed(config.seed)
     folder = Path(str(config.model_name_or_path))
     source = model.ModelSource(folder, load_model_config(folder), tokenizer=None)
-    loader = data.make_loader(config, samples, layout, pad_token_id=0)
-    schedule = loop.Schedule.of(config, steps_per_epoch=loader.num_steps(0), layout=layout)
+    loader = StepLoader(samples, **data.batch_options(config, layout, pad_token_id=0))
+    schedule = loop.Schedule.of(config, loader, layout)
     engine = build_engine(
         settings,
         model.build_model(config, source, settings),
