@@ -89,6 +89,7 @@ def run_processes(
     environment: Mapping[str, str] | None = None,
     timeout: float = SECONDS_TO_ANSWER,
     on_message: Callable[[int, Any], None] | None = None,
+    preload: str | None = None,
 ) -> None:
     """Run `function(worker, *arguments)` in new processes and wait for all of them.
 
@@ -101,11 +102,15 @@ def run_processes(
         environment: variables to set in them.
         timeout: seconds without any sign of life.
         on_message: called with (rank, message) for each `Worker.send`.
+        preload: a module that a server loads once; all later processes are forked from it. It must start no
+            thread.
 
     Raises:
         WorkerError: one failed, was killed, or all were silent for too long. None is left running.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
+    if preload:
+        context.set_forkserver_preload([preload])
     run_folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=folder))
     processes: list[Any] = []
     readers: dict[Any, int] = {}

@@ -108,7 +108,12 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
             "line": "dataset: nowhere.jsonl: no such file",
         },
         "empty data": {"flags": ["--dataset", str(empty)], "line": ".*empty.jsonl"},
-        "broken line": {"flags": ["--dataset", str(broken_line)], "line": ".*broken.jsonl.*line 9"},
+        "broken line": {
+            "flags": ["--dataset", str(broken_line)],
+            "line": "1 bad row; mend them, or leave such rows out with --bad_rows skip:",
+            "then": ["  .*broken.jsonl, line 9: not valid JSON: .*"],
+            "exit_code": 1,
+        },
         "no labels": {
             "flags": ["--dataset", str(unlabelled)],
             "line": "dataset: none of the 4 rows can be trained on: .* 4 have nothing to learn",
@@ -210,9 +215,11 @@ def test_mistakes_on_two_ranks(
         if case["line"] is None:
             assert [rank["exit_code"] for rank in ranks] == [0, 0], f"{name}: {said}"
             continue
-        assert [rank["exit_code"] for rank in ranks] == [2, 2], f"{name}: {said}"
+        assert [rank["exit_code"] for rank in ranks] == [case.get("exit_code", 2)] * 2, f"{name}: {said}"
         lines = [line for line in said.splitlines() if not line.startswith("step ")]
-        assert len(lines) == 1, f"{name}: {said}"
+        then = case.get("then", [])
+        assert len(lines) == 1 + len(then), f"{name}: {said}"
+        assert all(re.fullmatch(*pair) for pair in zip(then, lines[1:], strict=True)), f"{name}: {said}"
         assert re.match(f"hfpar: error: {case['line']}", lines[0]), f"{name}: {said}"
         assert max(rank["seconds"] for rank in ranks) < SECONDS_TO_END * patience, name
     # What was whole is as it was.

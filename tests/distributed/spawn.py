@@ -31,6 +31,7 @@ def spawn(function: Callable[..., Any], world_size: int, folder: Path, *argument
             folder=folder,
             timeout=400,
             on_message=results.__setitem__,
+            preload="tests.distributed.preload",
         )
     except WorkerError as error:
         pytest.fail(f"{error}\n{error.details}", pytrace=False)
@@ -43,8 +44,6 @@ def _work(worker: Worker, function: Callable[..., Any], arguments: tuple[Any, ..
 
     warnings.simplefilter("ignore")
     prepare_deepspeed(on_gpu=False)
-    import hfpar.train.loop  # noqa: F401 - loads nearly everything
-
     gc.freeze()  # DeepSpeed collects garbage often; what is loaded stays
     worker.join_group()
     quiet_libraries(is_main=worker.rank == 0)
