@@ -115,8 +115,8 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
             "exit_code": 1,
         },
         "no labels": {
-            "flags": ["--dataset", str(unlabelled)],
-            "line": "dataset: none of the 4 rows can be trained on: .* 4 have nothing to learn",
+            "flags": ["--dataset", str(unlabelled), "--bad_rows", "skip"],
+            "line": r"dataset: none of the 4 rows can be trained on; .* 4 are bad \(no assistant message\)",
         },
         "all too long": {"flags": ["--max_length", "3"], "line": ".*max_length"},
         "one sample": {"flags": ["--dataset", str(one)], "line": "dataset: 1 usable samples for 2 "},
