@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+import yaml
 
 from hfpar.config.load import dump_config
 from hfpar.config.schema import SFTConfig
@@ -141,6 +142,13 @@ class RunFolder:
             )
         self._make()
         self._lock()
+        try:
+            self._check_content()
+        except ConfigError:
+            self.release()  # the error may outlive this moment, and with it the lock
+            raise
+
+    def _check_content(self) -> None:
         if all(child.name.startswith(".") for child in self.path.iterdir()):
             return  # nothing, or what a start that was killed has left
         if not (self.path / CONFIG_FILE).is_file():
@@ -200,9 +208,10 @@ class RunFolder:
 def difference(config_file: Path, config: SFTConfig) -> list[str]:
     """The settings in which a saved config differs, as `name: there, here` lines."""
     saved = {key: entry.value for key, entry in read_mapping(str(config_file)).items()}
+    present = yaml.safe_load(dump_config(config))
     lines = []
     for field in fields(SFTConfig):
-        there, here = saved.get(field.name), getattr(config, field.name)
+        there, here = saved.get(field.name), present[field.name]
         if field.name not in ("overwrite", "resume", "output_dir") and there != here:
             lines.append(f"{field.name}: {there} there, {here} here")
     return lines

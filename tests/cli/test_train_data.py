@@ -71,7 +71,7 @@ def folder(tmp_path: Path, inputs: Any) -> Path:
 def runs(flags: Callable[..., list[str]], ranks: int) -> list[list[str]]:
     packed = {"max_tokens_per_batch": "128", "gradient_accumulation_steps": str(4 // ranks)}
     padded = {"per_device_train_batch_size": str(8 // ranks)}
-    stream = {"dataset": "data.jsonl", "streaming": "true", "streaming_window": "20", **padded}
+    stream = {"dataset": MIX, "streaming": "true", "streaming_window": "20", **padded}
     return [
         flags("mix", ranks, dataset=MIX, eval_fraction="0.1", num_train_epochs="1.5", **packed),
         flags("stream", ranks, max_steps="5", lr_scheduler_type="constant", **stream),
