@@ -94,6 +94,17 @@ def said(*messages: Any) -> dict[str, Any]:
         ("alpaca", {"instruction": "", "input": "Hi", "output": "Hello"}, Conversation([USER, BOT])),
         (
             "alpaca",
+            {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello"], ["Hi", "Hello"]]},
+            Conversation([USER, BOT] * 3),
+        ),
+        (
+            "alpaca",
+            {"instruction": "Hi", "output": "Hello", "history": '[["Hi", "Hello"]]'},
+            Conversation([USER, BOT] * 2),
+        ),
+        ("alpaca", {"instruction": "Hi", "output": "Hello", "history": []}, Conversation([USER, BOT])),
+        (
+            "alpaca",
             {"instruction": "Add", "input": "1 2", "output": "3", "system": "Be kind"},
             Conversation(
                 [SYSTEM, {"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}]
@@ -215,7 +226,7 @@ def test_a_name_that_no_format_has() -> None:
     assert problem({"question": "a"}, "auto", {"question": "instruction"}) == (
         "unknown setting",
         "dataset_columns: no format has a column question; allowed are messages, conversations, prompt, completion, "
-        "instruction, output, text, input, system, tools, chat_template_kwargs",
+        "instruction, output, text, input, system, history, tools, chat_template_kwargs",
     )
     assert problem({"a": "b"}, "auto", {"instructions": "a"}) == (
         "unknown setting",

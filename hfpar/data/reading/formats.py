@@ -21,7 +21,7 @@ _REQUIRED: dict[FormatName, tuple[str, ...]] = {
     "text": ("text",),
 }
 """Columns by which a format is known, in the order in which they are tried."""
-_OPTIONAL = ("input", "system", "tools", "chat_template_kwargs")
+_OPTIONAL = ("input", "system", "history", "tools", "chat_template_kwargs")
 _NAMES = tuple(name for names in _REQUIRED.values() for name in names) + _OPTIONAL
 _MEDIA_COLUMNS = ("images", "videos", "audios")
 
@@ -166,11 +166,25 @@ def _from_alpaca(view: Row) -> Example:
     parts = [_text(name, view[name], may_be_empty=True) for name in ("instruction", "input") if name in view]
     question = "\n\n".join(part for part in parts if part.strip())
     _text("instruction", question)
-    messages = [
+    messages = _history(view.get("history"))
+    messages += [
         {"role": "user", "content": question},
         {"role": "assistant", "content": _text("output", view["output"])},
     ]
     return _conversation(view, _with_system(view, messages))
+
+
+def _history(value: Any) -> list[Message]:
+    """Earlier turns: a list of [what the user said, what the assistant answered]."""
+    messages: list[Message] = []
+    for pair in parse_json("history", value or [], list):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("wrong type", '"history" must be a list of pairs: a question and its answer')
+        messages += [
+            {"role": role, "content": _text("history", text)}
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return messages
 
 
 def _from_text(view: Row) -> Example:
