@@ -17,7 +17,6 @@ from hfpar.train.checkpoint import TrainerState
 from hfpar.train.data import RunData
 from hfpar.train.loop import Schedule, peak_memory_bytes
 from hfpar.train.loss import unwrap_peft
-from hfpar.train.plots import plot_loss
 from hfpar.train.progress import METRICS_FILE, format_bytes, format_count, print_summary
 
 _DROPPED = ("too long", "without label")
@@ -101,6 +100,8 @@ def finish(output_dir: Path, run_data: RunData, layout: Layout) -> None:
     """Draw the loss curve and say where everything is, and what became of a stream's rows. Rank 0."""
     if layout.rank != 0:
         return
+    from hfpar.train.plots import plot_loss  # Matplotlib takes its time, which no other rank needs to spend
+
     if run_data.windows is not None:
         report = run_data.windows.report
         rows = [("data", f"{report.num_samples} samples of {report.num_rows} rows read ({dropped(report)})")]
