@@ -696,3 +696,10 @@ def test_a_lone_surrogate(row: dict[str, Any], where: str) -> None:
     assert problem(row) == ("lone surrogate", f"{where} holds a lone surrogate (character 3)")
     whole = json.loads(json.dumps(row).replace("\\ud83d", "\\ud83d\\ude00"))
     example(whole)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_an_empty_system_message_stays(role: str) -> None:
+    """Templates put in a system message of their own where there is none."""
+    empty = {"role": role, "content": ""}
+    assert example({"messages": [empty, USER, BOT]}, "messages") == Conversation([empty, USER, BOT])

@@ -145,8 +145,8 @@ def _parse_content(
             "wrong type",
             f'"{key}" of {where} is {type_name(value)} where a string or a list of parts is needed',
         )
-    # A tool may well print nothing.
-    if not value.strip() and not is_optional and role != "tool":
+    # A tool may well print nothing; an empty system message keeps a template from putting in its own.
+    if not value.strip() and not is_optional and role not in ("tool", "system", "developer"):
         raise RowError("empty content", f'"{key}" of {where} is empty')
     return value
 
