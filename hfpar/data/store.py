@@ -102,15 +102,11 @@ class TokenWriter:
             file.close()
 
 
-class TokenArrays(Sequence[Sample]):
-    """Samples that lie back to back in arrays."""
+class Samples(Sequence[Sample]):
+    """Samples that are made as they are asked for, and whose lengths are known before."""
 
-    def __init__(self, tokens: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> None:
-        """Of arrays as a `TokenBlock` has them."""
-        self.lengths = lengths
-        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
-        self._tokens = tokens
-        self._trained = trained
+    lengths: np.ndarray
+    """`(samples,)` int64: tokens in each."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -122,10 +118,29 @@ class TokenArrays(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         """A sample, or several."""
         if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
+            return [self.at(position) for position in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        begin, end = self._offsets[index % len(self)], self._offsets[index % len(self) + 1]
+        return self.at(index % len(self))
+
+    def at(self, index: int) -> Sample:
+        """Make a sample; the index counts from 0."""
+        raise NotImplementedError
+
+
+class TokenArrays(Samples):
+    """Samples that lie back to back in arrays."""
+
+    def __init__(self, tokens: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> None:
+        """Of arrays as a `TokenBlock` has them."""
+        self.lengths = lengths
+        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self._tokens = tokens
+        self._trained = trained
+
+    def at(self, index: int) -> Sample:
+        """Read a sample."""
+        begin, end = self._offsets[index], self._offsets[index + 1]
         input_ids = self._tokens[begin:end].astype(np.int64)
         labels = np.where(self._trained[begin:end], input_ids, IGNORE_INDEX)
         return Sample(input_ids.tolist(), labels.tolist())
@@ -159,7 +174,7 @@ class TokenStore(TokenArrays):
         return Place(path, unit, int(self.rows[index]))
 
 
-class Selection(Sequence[Sample]):
+class Selection(Samples):
     """Samples of several stores, one store after another, all or some of them."""
 
     def __init__(self, stores: Sequence[TokenStore], chosen: Sequence[np.ndarray] | None = None) -> None:
@@ -174,27 +189,15 @@ class Selection(Sequence[Sample]):
         self.sizes = [len(part) for part in self.chosen]
         self._ends = np.cumsum(self.sizes)
         parts = [store.lengths[part] for store, part in zip(stores, self.chosen, strict=True)]
-        self.lengths: np.ndarray = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        self.lengths = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        """A sample, or several."""
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
+    def at(self, index: int) -> Sample:
+        """Read a sample from its store."""
         store, position = self.locate(index)
         return store[position]
 
     def locate(self, index: int) -> tuple[TokenStore, int]:
         """The store of a sample, and its number there."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
         number = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[number - 1]) if number else 0
         return self.stores[number], int(self.chosen[number][index - first])
