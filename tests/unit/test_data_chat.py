@@ -182,14 +182,21 @@ def test_end_of_turn_that_is_white_space_is_trained(tokenizer: PreTrainedTokeniz
     assert shown([USER, thinking], tokenizer) == ["user:\nHow many?\nassistant:\n«4 + 4 = 8, so 8\n»"]
 
 
-def test_token_across_the_edge_of_a_turn_is_not_labelled(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_token_across_the_edge_of_a_turn_is_trained(tokenizer: PreTrainedTokenizerFast) -> None:
     # "How" and " many" are tokens, and the prompt ends inside the second: " m" is the template's.
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{{ ' m' + m.content }}"
         "{{ '<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' m' }}{% endif %}"
     )
     messages = [{"role": "user", "content": "How"}, {"role": "assistant", "content": "any 7"}]
-    assert shown(messages, tokenizer) == ["How many« 7<|im_end|>»"]
+    assert shown(messages, tokenizer) == ["How« many 7<|im_end|>»"]
+
+
+def test_an_answer_that_meets_the_prompts_last_space(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The space and the answer are one token: without it nothing of the answer would be learnt."""
+    assert tokenizer.tokenize("How many") == ["How", "Ġmany"]
+    row = PlainText("How many", num_prompt_chars=len("How "))
+    assert shown(row, tokenizer) == ["How« many<|im_end|>»"]
 
 
 # Which turns are trained
@@ -266,13 +273,30 @@ def test_generation_markers_give_the_same_labels(tokenizer: PreTrainedTokenizerF
     assert one(TWO_TURNS, tokenizer) == plain
 
 
-def test_generation_markers_decide_about_the_end_of_turn_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_generation_markers_may_leave_out_the_end_of_turn_token(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = MARKED.replace(
         "+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}", 1
     )
-    assert shown(TWO_TURNS, tokenizer) == [
-        chatml("How many?", "3 + 4 = 7.", "And now?", "8").replace("<|im_end|>»", "»<|im_end|>")
-    ]
+    assert shown(TWO_TURNS, tokenizer) == [chatml("How many?", "3 + 4 = 7.", "And now?", "8")]
+
+
+def test_markers_in_a_template_that_rewrites_history(tokenizer: PreTrainedTokenizerFast) -> None:
+    """An earlier turn that isn't to be trained isn't, though its marked range changes once another follows."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ (m.reasoning_content if m.reasoning_content and loop.last else '') + m.content + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    first, second = {**ASSISTANT, "reasoning_content": "one "}, {**TWO_TURNS[3], "reasoning_content": "two "}
+    history = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n3 + 4 = 7.<|im_end|>\n"
+    whole = f"{history}<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n«two 8<|im_end|>»\n"
+    own = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n«one 3 + 4 = 7.<|im_end|>»\n"
+    messages = [USER, first, TWO_TURNS[2], second]
+    assert shown(messages, tokenizer, train_on="last_assistant") == [whole]
+    assert shown([USER, {**first, "train": False}, TWO_TURNS[2], second], tokenizer) == [whole]
+    assert shown(messages, tokenizer, earlier_turns="mask") == [whole]
+    assert shown(messages, tokenizer) == [own, whole]
 
 
 def test_generation_markers_around_parts_of_a_turn(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -399,9 +423,7 @@ def test_generation_prompt_that_a_turn_does_not_begin_with_is_a_problem(
         "tokens can't be told; use a chat_template with {% generation %} markers"
     )
     problem = ("generation prompt differs", PLACE, reason)
-    # What the user says changes once it is answered; another header; the same without any content.
-    tokenizer.chat_template = CHATML.replace("m.content", "('Now: ' if loop.last else '') + m.content")
-    assert run(TWO_TURNS[:2], tokenizer).problem == problem
+    # Another header; the same without any content.
     tokenizer.chat_template = CHATML.replace("assistant\n", "bot\n")
     assert run(TWO_TURNS[:2], tokenizer).problem == problem
     tokenizer.chat_template = (
@@ -409,6 +431,18 @@ def test_generation_prompt_that_a_turn_does_not_begin_with_is_a_problem(
         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
     )
     assert run(TWO_TURNS[:2], tokenizer).problem == problem
+
+
+def test_a_turn_stands_behind_the_prompt_that_asks_for_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    """What is before it changes once it is there: the model that writes it still has the other before it."""
+    tokenizer.chat_template = CHATML.replace(
+        "m.content", "('Now: ' if loop.last and m.role == 'user' else '') + m.content"
+    )
+    expected = "<|im_start|>user\nNow: How many?<|im_end|>\n<|im_start|>assistant\n«3 + 4 = 7.<|im_end|>»\n"
+    assert shown(TWO_TURNS[:2], tokenizer) == [expected]
+    assert run(TWO_TURNS[:2], tokenizer).counts == {"turns split off": 1}
+    refused = run(TWO_TURNS[:2], tokenizer, earlier_turns="error").problem
+    assert refused is not None and refused.kind == "earlier turn rewritten"
 
 
 def test_generation_prompt_with_an_empty_block_where_the_turn_shows_thinking(

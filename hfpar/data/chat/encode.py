@@ -177,7 +177,10 @@ def _label_tokens(text: LabelledText, tokens: _Tokens, tokenizer: PreTrainedToke
 
 
 def _inside(offsets: list[Span], span: Span) -> Span:
-    """Which tokens lie inside a range of characters: from the first to before the last.
+    """Which tokens have a character in a range: from the first to before the last.
+
+    A token may hold the end of the prompt and the beginning of an answer (" yes" where the prompt ends with a
+    space): it is trained, for nothing else would teach that beginning.
 
     Some tokenizers trim white space from offsets, which leaves an empty range at the token's end: it counts
     as inside if that end is. Tokens that stand for no character, added at the end, have the range (0, 0).
@@ -185,10 +188,10 @@ def _inside(offsets: list[Span], span: Span) -> Span:
     num_tokens = len(offsets)
     while num_tokens and offsets[num_tokens - 1] == (0, 0):
         num_tokens -= 1
-    begin = bisect_left(offsets, (span[0], 0), hi=num_tokens)
-    while begin < num_tokens and offsets[begin][1] <= span[0]:
-        begin += 1
-    end = bisect_right(offsets, span[1], lo=begin, hi=num_tokens, key=itemgetter(1))
+    begin = bisect_right(offsets, span[0], hi=num_tokens, key=itemgetter(1))
+    end = bisect_left(offsets, span[1], lo=begin, hi=num_tokens, key=itemgetter(0))
+    while end < num_tokens and offsets[end] == (span[1], span[1]):
+        end += 1
     return begin, end
 
 

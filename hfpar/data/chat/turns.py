@@ -159,22 +159,29 @@ def _find_turn(chat: RenderedConversation, index: int, counts: Counter[str]) -> 
         return _find_marked(chat, index, until, counts)
     else:
         begin = _find_begin(chat, index, until.text, counts)
+        if begin is None:
+            return _find_behind_its_prompt(chat, index, until.text)
     end = begin + _trained_length(until.text[begin:], message)
     return _Turn(until.text, begin, [(begin, end)])
 
 
 def _find_marked(chat: RenderedConversation, index: int, until: Rendered, counts: Counter[str]) -> _Turn:
-    begin = 0
-    if any(message["role"] == "assistant" for message in chat.messages[:index]):
-        begin = _num_common(chat.up_to(index).text, until.text)
-    spans = [span for span in until.marked if span[1] > begin]
+    """A turn's own marked ranges: those beyond the ones that earlier turns have."""
+    has_earlier = any(message["role"] == "assistant" for message in chat.messages[:index])
+    spans = until.marked[len(chat.up_to(index).marked) if has_earlier else 0 :]
     if not spans:
         counts["turns without markers"] += 1
-    return _Turn(until.text, spans[0][0] if spans else begin, spans)
+        return _Turn(until.text, len(until.text), [])
+    *others, (begin, end) = spans
+    # Many templates close a turn behind the marked range.
+    if not until.text[begin:end].rstrip().endswith(chat.renderer.special_tokens or ("\0",)):
+        closing = chat.renderer.special_token_pattern.match(until.text, end)
+        end = closing.end() if closing else end
+    return _Turn(until.text, spans[0][0], [*others, (begin, end)])
 
 
-def _find_begin(chat: RenderedConversation, index: int, until: str, counts: Counter[str]) -> int:
-    """Where an assistant's turn begins: after the generation prompt.
+def _find_begin(chat: RenderedConversation, index: int, until: str, counts: Counter[str]) -> int | None:
+    """Where an assistant's turn begins: after the generation prompt. None if what is before it differs from it.
 
     A generation prompt may open what the finished turn doesn't show (`<think>`): then the turn begins with what
     it says itself, if all before that is in the prompt.
@@ -184,13 +191,30 @@ def _find_begin(chat: RenderedConversation, index: int, until: str, counts: Coun
         return len(prompt)
     content = chat.find_content(index)
     if content is None or _num_common(prompt, until) < content:
+        return None
+    counts["generation prompt not in the rendering"] += 1
+    return content
+
+
+def _find_behind_its_prompt(chat: RenderedConversation, index: int, until: str) -> _Turn:
+    """Put a turn behind the prompt that asks for it, where the finished turn changes what is before it.
+
+    GPT-OSS's template leaves out the thinking in front of a tool call as soon as the final answer is there, but
+    the model that writes this answer has that thinking before it.
+    """
+    prompt = chat.up_to(index, add_generation_prompt=True).text
+    opening = prompt[_num_common(prompt, chat.up_to(index).text) :]
+    content = chat.find_content(index)
+    begin = until.rfind(opening, 0, content) if opening.strip() and content is not None else -1
+    if begin < 0:
         raise RowError(
             "generation prompt differs",
             f"the chat template renders {_name(chat, index)} otherwise than its generation prompt begins, so "
             "its tokens can't be told; use a chat_template with {% generation %} markers",
         )
-    counts["generation prompt not in the rendering"] += 1
-    return content
+    turn = until[begin + len(opening) :]
+    length = _trained_length(turn, chat.messages[index])
+    return _Turn(prompt + turn, len(prompt), [(len(prompt), len(prompt) + length)])
 
 
 def _num_common(first: str, second: str) -> int:
