@@ -5,6 +5,7 @@ Each subcommand is a function `main(argv) -> exit code` in a module of its own, 
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hfpar: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _run(arguments: list[str]) -> int:

@@ -143,7 +143,28 @@ def _check_lora(config: SFTConfig) -> None:
             )
 
 
+_TAKEN_BY_RENDERING = (
+    "messages",
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+)
+"""Arguments of `apply_chat_template` that aren't the template's."""
+
+
 def _check_data(config: SFTConfig) -> None:
+    for name in config.chat_template_kwargs or {}:
+        if name in _TAKEN_BY_RENDERING:
+            raise ConfigError(f"chat_template_kwargs: {name} isn't a template's to be told; leave it out")
     for key in ("dataset", "eval_dataset"):
         for source in _as_list(getattr(config, key)):
             if isinstance(source, DataSource) and not (math.isfinite(source.weight) and source.weight > 0):

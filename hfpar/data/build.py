@@ -6,13 +6,14 @@ encoder's. Chunks come back in their order, and only a few are in memory at any 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -174,7 +175,8 @@ def map_chunks(
     pending: deque[tuple[Chunk, Future[T]]] = deque()
     try:
         for chunk in chunks:
-            pending.append((chunk, pool.submit(_apply, chunk)))
+            with _interrupts_ignored():
+                pending.append((chunk, pool.submit(_apply, chunk)))
             if len(pending) >= 2 * num_proc:
                 done, future = pending.popleft()
                 yield done, future.result()
@@ -190,6 +192,19 @@ def map_chunks(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Within it a started process inherits deafness to Ctrl-C, which is the parent's to answer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 class _Worker:
     """What a process of the pool was given at its start."""
 
@@ -199,7 +214,6 @@ class _Worker:
 
 
 def _keep(function: Callable[[Chunk, Any, Recipe], Any], tokenizer: Any, recipe: Recipe) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     threading.Thread(target=_die_with_parent, daemon=True).start()
     _Worker.function, _Worker.tokenizer, _Worker.recipe = staticmethod(function), tokenizer, recipe
 

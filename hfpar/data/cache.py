@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from hfpar.data.build import Recipe, encode_chunk, map_chunks, useful_processes
 from hfpar.data.reading.chunks import Chunk
 from hfpar.data.reading.sources import DataFile, read_chunks
 from hfpar.data.store import META_FILE, TokenStore, TokenWriter
-from hfpar.errors import BadRowsError, ConfigError
+from hfpar.errors import BadRowsError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,12 +65,12 @@ class TokenCache:
         parts = {
             "files": [self._content(file) for file in request.files],
             "tokenizer": self._tokenizer_key,
-            "recipe": asdict(request.recipe),
+            "recipe": repr(request.recipe),
             "skip_bad_rows": request.skip_bad_rows,
             "code": code_fingerprint(),
             "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def find(self, key: str) -> TokenStore | None:
         """The entry of a key, if there is a whole one."""
@@ -118,6 +118,8 @@ class TokenCache:
         partial.mkdir()
         try:
             write_tokens(partial, request, self.tokenizer, num_proc=num_proc, progress=progress)
+            if self.key(request) != key:
+                raise DataError(f"{request.files[0].path}: the data changed while it was read; start again")
             os.replace(partial, self.folder / key)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

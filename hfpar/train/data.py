@@ -114,9 +114,13 @@ def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> l
                 bar.add(chunk.path, chunk.num_bytes, num_rows)
 
             options: dict[str, Any] = {"progress": progress, "say": bar.message}
-            return [
-                cache.get(request, num_proc=config.dataset_num_proc, **options).key for request in requests
-            ]
+            try:
+                return [
+                    cache.get(request, num_proc=config.dataset_num_proc, **options).key
+                    for request in requests
+                ]
+            except DataError as error:
+                raise DataError(f"{key}: {error}") from error
 
     keys = on_main(layout, build, may_take_long=key)
     # A node that doesn't share rank 0's cache builds its own.

@@ -301,9 +301,9 @@ def test_a_json_list_in_any_layout(
     monkeypatch.setattr("hfpar.data.reading.json_list._BLOCK", block)
     row = {"text": 'a ]},{[ "\\ é \U0001f600', "n": [1, 2.5e3, {"x": None}]}
     flat_text = json.dumps([A, row, C])
-    assert rows_of(write(tmp_path / "a.json", flat_text), rows=rows) == [(1, A), (1, row), (1, C)]
+    assert rows_of(write(tmp_path / "a.json", flat_text), rows=rows) == [(1, A), (2, row), (3, C)]
     pretty = "\ufeff\n" + json.dumps([A, row, C], indent=2, ensure_ascii=False).replace("\n", "\r\n") + "\n\n"
-    assert rows_of(write(tmp_path / "b.json", pretty), rows=rows) == [(3, A), (6, row), (16, C)]
+    assert rows_of(write(tmp_path / "b.json", pretty), rows=rows) == [(1, A), (2, row), (3, C)]
 
 
 def test_json_lines_under_the_name_of_json(tmp_path: Path) -> None:
@@ -332,14 +332,14 @@ REST = "; the rest of the file isn't read"
     ("text", "expected"),
     [
         ("[]", None),
-        ('[\n{"text": "a"},\n3\n]', [(2, A), (3, ("wrong type", "a number where an object is needed"))]),
+        ('[\n{"text": "a"},\n3\n]', [(1, A), (2, ("wrong type", "a number where an object is needed"))]),
         (
             '[{"text": "a"},\n\n{"text": x}, {"text": "c"}]',
-            [(1, A), (3, ("broken JSON", f"not valid JSON: Expecting value at line 3, column 10{REST}"))],
+            [(1, A), (2, ("broken JSON", f"not valid JSON: Expecting value at line 3, column 10{REST}"))],
         ),
         (
             '[{"text": "a"}, {"text": x}, {"text": "c"}]',
-            [(1, A), (1, ("broken JSON", f"not valid JSON: Expecting value at line 1, column 26{REST}"))],
+            [(1, A), (2, ("broken JSON", f"not valid JSON: Expecting value at line 1, column 26{REST}"))],
         ),
         (
             '[{"text": "a"}\n{"text": "c"}]',
@@ -386,7 +386,7 @@ def test_bytes_of_a_json_list_that_are_not_utf8(tmp_path: Path) -> None:
 def test_a_long_row_of_a_json_list_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1 << 20)
     path = write(tmp_path / "a.json", json.dumps([A, {"text": "x" * (20 << 20)}, C]))
-    assert rows_of(path) == [(1, A), (1, ("line too long", f"the row is longer than 1,048,576 bytes{REST}"))]
+    assert rows_of(path) == [(1, A), (2, ("line too long", f"the row is longer than 1,048,576 bytes{REST}"))]
     tracemalloc.start()
     list(read_chunks(resolve(DataSource(path=str(path)))))
     peak = tracemalloc.get_traced_memory()[1]

@@ -158,9 +158,10 @@ def _find_turn(chat: RenderedConversation, index: int, counts: Counter[str]) -> 
     elif chat.has_markers:
         return _find_marked(chat, index, until, counts)
     else:
-        begin = _find_begin(chat, index, until.text, counts)
-        if begin is None:
+        own = _find_begin(chat, index, until.text, counts)
+        if own is None:
             return _find_behind_its_prompt(chat, index, until.text)
+        begin = own
     end = begin + _trained_length(until.text[begin:], message)
     return _Turn(until.text, begin, [(begin, end)])
 

@@ -10,7 +10,7 @@ from typing import Any
 from hfpar.data.reading import text_files
 from hfpar.data.reading.byte_source import ByteSource
 from hfpar.data.reading.chunks import TOO_DEEP, Chunk, has_escaped_bytes, is_too_deep, json_reason
-from hfpar.data.reading.rows import Place, Problem, RowError
+from hfpar.data.reading.rows import Place, RowError
 from hfpar.data.reading.text_files import BYTE_ORDER_MARK, REST_IS_LOST, SKIP_BYTES, problem_chunk, too_long
 from hfpar.errors import DataError
 
@@ -53,27 +53,30 @@ def _next_line(source: ByteSource) -> bytes:
 def read_json_list(source: ByteSource, limits: tuple[int, int]) -> Iterator[Chunk]:
     """Read a JSON file that is one list of rows, however it is laid out.
 
-    A row's number is that of the line it begins on.
+    A row's number is its place in the list; several may stand on one line.
 
     Args:
         source: of the bytes.
         limits: rows and bytes at which a chunk is full.
     """
-    text, items, size = _Text(source), [], 0
+    text, items, size, number = _Text(source), [], 0, 0
     try:
-        for line, value, length in text.values():
-            items.append((line, value))
+        for value, length in text.values():
+            number += 1
+            if isinstance(value, RowError):
+                value = value.at(Place(source.path, "row", number))
+            items.append((number, value))
             size += length
             if len(items) >= limits[0] or size >= limits[1]:
-                yield Chunk(source.path, "line", items[0][0], "values", items)
+                yield Chunk(source.path, "row", items[0][0], "values", items)
                 items, size = [], 0
     except RowError as error:
         if items:
-            yield Chunk(source.path, "line", items[0][0], "values", items)
-        yield problem_chunk(source.path, "line", text.line, error)
+            yield Chunk(source.path, "row", items[0][0], "values", items)
+        yield problem_chunk(source.path, "row", number + 1, error)
         return
     if items:
-        yield Chunk(source.path, "line", items[0][0], "values", items)
+        yield Chunk(source.path, "row", items[0][0], "values", items)
 
 
 class _Text:
@@ -90,11 +93,11 @@ class _Text:
         """Characters of the window's first line that stand before the window."""
         self.at_end = False
 
-    def values(self) -> Iterator[tuple[int, Any, int]]:
-        """Yield the list's elements, each as the line that it begins on, its value and its length.
+    def values(self) -> Iterator[tuple[Any, int]]:
+        """Yield the list's elements, each as its value, or what is wrong with it, and its length.
 
         Raises:
-            RowError: what stands at `line` isn't a list's text; no more can be read.
+            RowError: what stands next isn't a list's text; no more can be read.
         """
         self._peek()
         self.position += 1  # the opening bracket
@@ -138,7 +141,7 @@ class _Text:
                 return ""
             self._more()
 
-    def _value(self) -> tuple[int, Any, int]:
+    def _value(self) -> tuple[Any, int]:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.position)
@@ -170,15 +173,14 @@ class _Text:
             "broken JSON", f"not valid JSON: {error.msg} at line {line}, column {column}{REST_IS_LOST}"
         )
 
-    def _pass(self, value: Any, end: int) -> tuple[int, Any, int]:
-        text, line = self.text[self.position : end], self.line
-        self.position = end
+    def _pass(self, value: Any, end: int) -> tuple[Any, int]:
+        text, self.position = self.text[self.position : end], end
         self.line += text.count("\n")
         if has_escaped_bytes(text):
-            value = Problem("not UTF-8", Place(self.source.path, "line", line), "not UTF-8")
+            value = RowError("not UTF-8", "not UTF-8")
         elif is_too_deep(text, value):
-            value = Problem("broken JSON", Place(self.source.path, "line", line), TOO_DEEP)
-        return line, value, len(text)
+            value = RowError("broken JSON", TOO_DEEP)
+        return value, len(text)
 
 
 _DECODER = json.JSONDecoder()

@@ -173,8 +173,8 @@ def _parse_part(where: str, part: Any, thinking: list[str]) -> str:
 
 def _parse_thinking(where: str, raw: Message) -> str:
     for key in _THINKING_KEYS:
-        if raw.get(key) is not None:
-            return _string(where, key, raw[key])
+        if raw.get(key) is not None and (text := _string(where, key, raw[key])):
+            return text
     return ""
 
 

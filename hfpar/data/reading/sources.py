@@ -237,7 +237,11 @@ def _hub_data_set(path: str, source: DataSource) -> DataFile | None:
 
 
 def _matches(pattern: str, source: DataSource) -> list[DataFile]:
-    paths = sorted(set(glob.glob(pattern, recursive=True)))
+    # By where they really are: a link may lead back to a folder that is read already.
+    found = {
+        os.path.realpath(path): path for path in sorted(glob.glob(pattern, recursive=True), reverse=True)
+    }
+    paths = sorted(found.values())
     saved = [path for path in paths if os.path.isfile(os.path.join(path, "state.json"))]
     inside = tuple(os.path.join(path, "") for path in saved)
     inside += tuple(path for path in paths if os.path.basename(path) == "dataset_dict.json")
