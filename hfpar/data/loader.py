@@ -36,6 +36,7 @@ class StepLoader:
         lengths: Tokens in each sample. Without it: what `samples.lengths` says, or else they are counted.
         sources: `(number of samples, weight)` of each source, whose samples follow one another. Without it: one
             source of weight 1.
+        content: A digest of the samples, for the fingerprint.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StepLoader:
         pad_token_id: int,
         lengths: Sequence[int] | Integers | None = None,
         sources: Sequence[tuple[int, float]] | None = None,
+        content: str = "",
     ) -> None:
         self.samples = samples
         self.seed = seed
@@ -60,6 +62,7 @@ class StepLoader:
         self.per_device_train_batch_size = per_device_train_batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.pad_token_id = pad_token_id
+        self.content = content
         self.sources = [(len(samples), 1.0)] if sources is None else list(sources)
         self.epoch = 0
         self.step = 0
@@ -126,9 +129,9 @@ class StepLoader:
     def fingerprint(self) -> str:
         """Of all that decides the order but the seed: the samples' lengths, the sources and their weights.
 
-        Other data rarely has the same.
+        Other data rarely has the same, and never where `content` was given.
         """
-        digest = hashlib.sha256(self._lengths.tobytes())
+        digest = hashlib.sha256(self._lengths.tobytes() + self.content.encode())
         digest.update(repr((_ORDER_VERSION, [(int(n), float(w)) for n, w in self.sources])).encode())
         return digest.hexdigest()[:16]
 

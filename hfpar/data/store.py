@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from hfpar.data.stream import IGNORE_INDEX, Sample
 
 META_FILE = "meta.json"
 MAX_LISTED_PROBLEMS = 20
+_SAMPLES_AT_ONCE = 20_000
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass
@@ -75,6 +78,7 @@ class TokenWriter:
         """Start in an empty folder."""
         self.folder = folder
         self.report = DataReport()
+        self._digest = hashlib.sha256()
         self._files: dict[str, BinaryIO] = {
             name: open(folder / f"{name}.bin", "wb")
             for name in ("tokens", "trained", "lengths", "rows", "files")
@@ -82,9 +86,14 @@ class TokenWriter:
 
     def write(self, block: TokenBlock, file_number: int) -> None:
         """Append the samples of a block, which come from the file of that number."""
-        self._files["tokens"].write(block.input_ids.astype(np.uint32, copy=False).tobytes())
-        self._files["trained"].write(block.trained.astype(np.bool_, copy=False).tobytes())
-        self._files["lengths"].write(block.lengths.astype(np.int64, copy=False).tobytes())
+        for name, values, dtype in (
+            ("tokens", block.input_ids, np.uint32),
+            ("trained", block.trained, np.bool_),
+            ("lengths", block.lengths, np.int64),
+        ):
+            content = values.astype(dtype, copy=False).tobytes()
+            self._digest.update(content)
+            self._files[name].write(content)
         self._files["rows"].write(block.rows.astype(np.int64, copy=False).tobytes())
         self._files["files"].write(np.full(len(block.lengths), file_number, dtype=np.int32).tobytes())
         self.report.add(block.report)
@@ -93,7 +102,11 @@ class TokenWriter:
         """Write what was counted, and each file's path and unit (`line` or `row`), by its number."""
         for file in self._files.values():
             file.close()
-        meta = {"files": [list(entry) for entry in files], "report": vars(self.report)}
+        meta = {
+            "files": [list(entry) for entry in files],
+            "digest": self._digest.hexdigest(),
+            "report": vars(self.report),
+        }
         (self.folder / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     def abandon(self) -> None:
@@ -156,6 +169,8 @@ class TokenStore(TokenArrays):
         for name in ("counts", "problems"):
             report[name] = Counter(report[name])
         self.key = folder.name
+        self.digest: str = meta["digest"]
+        """Of the tokens and labels."""
         self.report = DataReport(**report)
         self._named_files: list[tuple[str, str]] = [(path, unit) for path, unit in meta["files"]]
         super().__init__(
@@ -167,6 +182,21 @@ class TokenStore(TokenArrays):
         """`(samples,)`: line or row number of each."""
         self.files: np.ndarray = _mapped(folder / "files.bin", np.int32)
         """`(samples,)`: number of the file of each."""
+
+    def contents(self) -> np.ndarray:
+        """`(samples,)` uint64: equal for samples of equal tokens and labels, and hardly ever for others."""
+        found = np.zeros(len(self), dtype=np.uint64)
+        for begin in range(0, len(self), _SAMPLES_AT_ONCE):
+            lengths = self.lengths[begin : begin + _SAMPLES_AT_ONCE]
+            first = self._offsets[begin]
+            starts = self._offsets[begin : begin + len(lengths)] - first
+            span = slice(first, first + int(lengths.sum()))
+            position = np.arange(span.stop - span.start, dtype=np.uint64)
+            position -= np.repeat(starts, lengths).astype(np.uint64)
+            token = self._tokens[span].astype(np.uint64) * np.uint64(2) + self._trained[span]
+            mixed = _mix(token * _ODD + _mix(position + np.uint64(1)))
+            found[begin : begin + len(lengths)] = np.add.reduceat(mixed, starts)
+        return found
 
     def place(self, index: int) -> Place:
         """Where a sample comes from."""
@@ -201,6 +231,13 @@ class Selection(Samples):
         number = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[number - 1]) if number else 0
         return self.stores[number], int(self.chosen[number][index - first])
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Scatter 64-bit numbers (the finalizer of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +20,15 @@ from hfpar.data.build import encode_chunk
 from hfpar.data.cache import TokenRequest
 from hfpar.data.loader import StepLoader
 from hfpar.data.reading.rows import Place, Problem
-from hfpar.data.reading.sources import read_chunks
+from hfpar.data.reading.sources import DataFile, read_chunks
 from hfpar.data.store import DataReport, TokenArrays, TokenBlock
 from hfpar.data.stream import Sample, TokenStream
 from hfpar.errors import BadRowsError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_OUTLINE_BYTES = 1 << 20
 
 NumberedRow = tuple[Place, "dict[str, Any] | Problem"]
 
@@ -55,6 +57,7 @@ class WindowReader:
         *,
         rows: int,
         check: Callable[[TokenBlock], None],
+        tokenizer_key: str = "",
     ) -> None:
         """Start at the first window.
 
@@ -64,6 +67,7 @@ class WindowReader:
             tokenizer: with the chat template that is in effect.
             rows: of a window.
             check: is shown each window, and raises what it doesn't like.
+            tokenizer_key: of the tokenizer and its template, for the fingerprint.
         """
         self.requests = list(requests)
         self.tokenizer = tokenizer
@@ -71,6 +75,7 @@ class WindowReader:
         self.report = DataReport()
         self._shares = [weight / sum(weights) for weight in weights]
         self._check = check
+        self._tokenizer_key = tokenizer_key
         self._streams = [_endless(request) for request in self.requests]
         self._next = 0
         self._ahead: Future[list[TokenBlock]] | None = None
@@ -78,12 +83,16 @@ class WindowReader:
 
     @property
     def fingerprint(self) -> str:
-        """Of what is read, and how."""
+        """Of what is read, and how: of long files the beginning, the end and the size."""
         parts = [
-            [[file.path for file in request.files], asdict(request.recipe), request.skip_bad_rows]
+            (
+                [(file.path, _outline(file)) for file in request.files],
+                repr(request.recipe),
+                request.skip_bad_rows,
+            )
             for request in self.requests
         ]
-        text = json.dumps([parts, self._shares, self.rows], default=str, sort_keys=True)
+        text = repr((parts, self._shares, self.rows, self._tokenizer_key))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self, window: int) -> TokenArrays:
@@ -144,6 +153,17 @@ class WindowReader:
         return [
             int(share * self.rows * (window + 1)) - int(share * self.rows * window) for share in self._shares
         ]
+
+
+def _outline(file: DataFile) -> str:
+    path = Path(file.path)
+    if not path.is_file():
+        return f"{file.split} {file.name} {file.num_bytes}"
+    with path.open("rb") as content:
+        digest = hashlib.sha256(content.read(_OUTLINE_BYTES))
+        content.seek(max(file.num_bytes - _OUTLINE_BYTES, 0))
+        digest.update(content.read(_OUTLINE_BYTES))
+    return f"{file.num_bytes} {digest.hexdigest()}"
 
 
 def _endless(request: TokenRequest) -> Iterator[NumberedRow]:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe
-from hfpar.data.cache import TokenCache, TokenRequest
+from hfpar.data.cache import TokenCache, TokenRequest, tokenizer_fingerprint
 from hfpar.data.loader import StepLoader
 from hfpar.data.packing import pack
 from hfpar.data.reading.chunks import Chunk
@@ -159,7 +159,9 @@ def explain(report: DataReport, max_length: int) -> str:
 def hold_out(
     stores: Sequence[TokenStore], fraction: float, seed: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split samples into those to train on and those held out; samples of one row stay together.
+    """Split samples into those to train on and those held out.
+
+    Samples of one row stay together, and so do rows that say the same: a copy of what is held out isn't trained.
 
     Returns:
         For each store the numbers of its samples that are kept, and of those that are held out, in order.
@@ -167,21 +169,40 @@ def hold_out(
     Raises:
         ConfigError: a fraction that leaves nothing on one side.
     """
-    kept, held_out = [], []
-    for number, store in enumerate(stores):
-        is_new = np.ones(len(store), dtype=bool)
-        is_new[1:] = (np.diff(store.rows) != 0) | (np.diff(store.files) != 0)
-        num_rows = int(is_new.sum())
-        order = np.random.Generator(np.random.Philox([seed, number])).permutation(num_rows)
-        is_out = np.isin(np.cumsum(is_new) - 1, order[: round(fraction * num_rows)])
+    everything = [np.arange(len(store)) for store in stores]
+    if not fraction:
+        return everything, [part[:0] for part in everything]
+    rows_of_samples = [_rows(store) for store in stores]
+    contents = [
+        np.add.reduceat(store.contents(), np.flatnonzero(np.diff(rows, prepend=-1)))
+        for store, rows in zip(stores, rows_of_samples, strict=True)
+        if len(store)
+    ]
+    _, first, group_of_row = np.unique(np.concatenate(contents), return_index=True, return_inverse=True)
+    # In the order in which they come, so that the draw depends on the data alone.
+    rank = np.argsort(np.argsort(first))
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(first))
+    is_out_row = np.isin(rank[group_of_row.reshape(-1)], order[: round(fraction * len(first))])
+    kept, held_out, begin = [], [], 0
+    for rows in rows_of_samples:
+        num_rows = int(rows[-1]) + 1 if len(rows) else 0
+        is_out = is_out_row[begin : begin + num_rows][rows]
+        begin += num_rows
         kept.append(np.flatnonzero(~is_out))
         held_out.append(np.flatnonzero(is_out))
-    if fraction and not (sum(map(len, kept)) and sum(map(len, held_out))):
+    if not (sum(map(len, kept)) and sum(map(len, held_out))):
         raise ConfigError(
             f"eval_fraction: {fraction} of {sum(map(len, stores))} samples leaves nothing to "
             f"{'train on' if not sum(map(len, kept)) else 'evaluate'}"
         )
     return kept, held_out
+
+
+def _rows(store: TokenStore) -> np.ndarray:
+    """`(samples,)`: the row that each sample is of, counted from 0 without those that have none."""
+    is_new = np.ones(len(store), dtype=bool)
+    is_new[1:] = (np.diff(store.rows) != 0) | (np.diff(store.files) != 0)
+    return np.cumsum(is_new) - 1
 
 
 def _largest_token(selection: Selection) -> int:
@@ -244,6 +265,7 @@ def _window_reader(config: SFTConfig, source: ModelSource, layout: Layout) -> Wi
         source.tokenizer,
         rows=config.streaming_window,
         check=lambda block: check_fit("dataset", block.lengths, block.report.max_token_id, source.config),
+        tokenizer_key=tokenizer_fingerprint(source.tokenizer, source.folder),
     )
 
 
@@ -254,7 +276,8 @@ def make_loader(
     batches = batch_options(config, layout, pad_token_id=pad_token_id)
     if run_data.windows is not None:
         return StreamLoader(run_data.windows, **batches)
-    return StepLoader(run_data.samples, sources=run_data.segments, **batches)
+    content = "".join(store.digest for store in run_data.samples.stores)
+    return StepLoader(run_data.samples, sources=run_data.segments, content=content, **batches)
 
 
 def batch_options(config: SFTConfig, layout: Layout, *, pad_token_id: int) -> dict[str, Any]:

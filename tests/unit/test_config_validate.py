@@ -132,6 +132,10 @@ def test_no_number_may_be_nan_or_infinite(name, number):
         ),
         ({"dataset": [DataSource(path="")]}, "dataset: [''] is empty; give a value, or leave dataset out"),
         ({"dataset_columns": {}}, "dataset_columns: {} is empty; give a value, or leave dataset_columns out"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs: tokenize isn't a template's to be told; leave it out",
+        ),
         ({"dataset": ""}, "dataset: '' is empty; give a value, or leave dataset out"),
         ({"dataset": []}, "dataset: [] is empty; give a value, or leave dataset out"),
         ({"dataset": ["a", " "]}, "dataset: [a, ' '] is empty; give a value, or leave dataset out"),

@@ -243,6 +243,21 @@ def test_what_a_killed_builder_left_is_removed(cache: TokenCache, data: Path) ->
     assert not partial.exists()
 
 
+def test_data_that_changes_while_it_is_read_is_not_kept(cache: TokenCache, data: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.jsonl: the data changed while it was read; start again$"):
+        cache.get(request(data), progress=lambda chunk, rows: data.write_text(json.dumps(row(1)) + "\n"))
+    assert entries(cache) == ["fingerprints"]
+    assert len(cache.get(request(data))) == 1
+
+
+def test_arguments_of_the_template_may_be_anything(cache: TokenCache, data: Path) -> None:
+    cache.folder.mkdir()
+    keys = {
+        cache.key(request(data, chat_template_kwargs={"opts": value})) for value in ({1: "a", "b": 2}, [None])
+    }
+    assert len(keys) == 2
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(cache: TokenCache, data: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

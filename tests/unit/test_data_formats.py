@@ -703,3 +703,8 @@ def test_an_empty_system_message_stays(role: str) -> None:
     """Templates put in a system message of their own where there is none."""
     empty = {"role": role, "content": ""}
     assert example({"messages": [empty, USER, BOT]}, "messages") == Conversation([empty, USER, BOT])
+
+
+def test_thinking_under_the_second_name() -> None:
+    row = said(USER, {**BOT, "reasoning_content": "", "reasoning": "long thought"})
+    assert example(row) == Conversation([USER, {**BOT, "reasoning_content": "long thought"}])

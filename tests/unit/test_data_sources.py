@@ -433,3 +433,11 @@ def test_offline(tmp_path: Path) -> None:
         "Couldn't reach 'no/such' on the Hub (OfflineModeIsEnabled)"
     )
     assert (result.returncode, result.stdout.splitlines()) == (0, [line] * 3)
+
+
+def test_a_link_that_leads_back_is_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data")
+    files = resolve(DataSource(path=f"{tmp_path}/**/*.jsonl"))
+    assert [file.path for file in files] == [f"{tmp_path}/data/a.jsonl"]

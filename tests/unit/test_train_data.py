@@ -113,6 +113,48 @@ def test_samples_of_one_row_are_held_out_together(
     assert not set(kept) & set(held_out)
 
 
+def test_copies_of_what_is_held_out_are_not_trained(
+    config: SFTConfig, source: ModelSource, layout: Layout, tmp_path: Path
+) -> None:
+    twice = [
+        texts(tmp_path / f"{name}.jsonl", [str(n % 20) for n in range(start, start + 60)])
+        for name, start in (("b", 0), ("c", 7))
+    ]
+    data = read_data(replace(config, dataset=list(twice), eval_fraction=0.2), source, layout)
+    held_out, kept = set(names(data.eval_samples, source)), set(names(data.samples, source))
+    assert len(held_out) == 4 and held_out | kept == set(range(20)) and not held_out & kept
+    assert len(data.eval_samples) == 4 * 6
+
+
+def test_equal_content_is_told_from_other(
+    config: SFTConfig, source: ModelSource, layout: Layout, tmp_path: Path
+) -> None:
+    rows = ["a b c", "a c b", "a b c", "b b c", "a b", "a b c d", "c b a", "a b c"]
+    path = tmp_path / "letters.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (store,) = read_data(replace(config, dataset=str(path)), source, layout).samples.stores
+    found = store.contents().tolist()
+    assert [[i for i, other in enumerate(found) if other == value] for value in found] == [
+        [i for i, other in enumerate(rows) if other == row] for row in rows
+    ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_on_other_data_has_another_fingerprint(
+    config: SFTConfig, source: ModelSource, layout: Layout, tmp_path: Path, streaming: bool
+) -> None:
+    config = replace(config, streaming=streaming, max_steps=1)
+
+    def fingerprint(config: SFTConfig) -> str:
+        return make_loader(config, read_data(config, source, layout), layout, pad_token_id=0).fingerprint
+
+    first = fingerprint(config)
+    assert fingerprint(config) == first
+    path = Path(str(config.dataset))
+    path.write_text(path.read_text().replace("row 7 of", "row 8 of"))  # as many tokens as before
+    assert fingerprint(config) != first
+
+
 @pytest.mark.parametrize(("fraction", "missing"), [(0.999, "train on"), (0.001, "evaluate")])
 def test_a_fraction_that_leaves_nothing_on_one_side(
     config: SFTConfig, source: ModelSource, layout: Layout, fraction: float, missing: str
@@ -129,12 +171,12 @@ def test_weights_go_with_their_samples(
     data = read_data(
         replace(config, dataset=[str(config.dataset), second], eval_fraction=0.5), source, layout
     )
-    assert data.segments == [(50, 1.0), (1, 3.0)]
+    assert data.segments == [(49, 1.0), (2, 3.0)]
     loader = make_loader(config, data, layout, pad_token_id=0)
     assert isinstance(loader, StepLoader)
     taken = [sample for step in loader for batch in step for sample in documents(batch)]
     assert (
-        len(taken) == 53 and sum("1000" in text or "1001" in text for text in map(decode(source), taken)) == 3
+        len(taken) == 53 and sum("1000" in text or "1001" in text for text in map(decode(source), taken)) == 6
     )
 
 
