@@ -176,7 +176,7 @@ def test_weights_go_with_their_samples(
     assert isinstance(loader, StepLoader)
     taken = [sample for step in loader for batch in step for sample in documents(batch)]
     assert (
-        len(taken) == 53 and sum("1000" in text or "1001" in text for text in map(decode(source), taken)) == 6
+        len(taken) == 55 and sum("1000" in text or "1001" in text for text in map(decode(source), taken)) == 6
     )
 
 
