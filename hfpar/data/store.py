@@ -184,19 +184,13 @@ class TokenStore(TokenArrays):
         """`(samples,)`: number of the file of each."""
 
     def contents(self) -> np.ndarray:
-        """`(samples,)` uint64: equal for samples of equal tokens and labels, and hardly ever for others."""
-        found = np.zeros(len(self), dtype=np.uint64)
+        """`(samples,)` uint64: see `content_hashes`."""
+        found = []
         for begin in range(0, len(self), _SAMPLES_AT_ONCE):
             lengths = self.lengths[begin : begin + _SAMPLES_AT_ONCE]
-            first = self._offsets[begin]
-            starts = self._offsets[begin : begin + len(lengths)] - first
-            span = slice(first, first + int(lengths.sum()))
-            position = np.arange(span.stop - span.start, dtype=np.uint64)
-            position -= np.repeat(starts, lengths).astype(np.uint64)
-            token = self._tokens[span].astype(np.uint64) * np.uint64(2) + self._trained[span]
-            mixed = _mix(token * _ODD + _mix(position + np.uint64(1)))
-            found[begin : begin + len(lengths)] = np.add.reduceat(mixed, starts)
-        return found
+            span = slice(self._offsets[begin], self._offsets[begin + len(lengths)])
+            found.append(content_hashes(self._tokens[span], self._trained[span], lengths))
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.uint64)
 
     def place(self, index: int) -> Place:
         """Where a sample comes from."""
@@ -231,6 +225,20 @@ class Selection(Samples):
         number = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[number - 1]) if number else 0
         return self.stores[number], int(self.chosen[number][index - first])
+
+
+def content_hashes(tokens: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Tell samples apart by their tokens and labels, as a `TokenBlock` has them.
+
+    Returns:
+        `(samples,)` uint64: equal for equal samples, and hardly ever for others.
+    """
+    if not len(lengths):
+        return np.zeros(0, dtype=np.uint64)
+    starts = np.cumsum(lengths) - lengths
+    position = np.arange(len(tokens), dtype=np.uint64) - np.repeat(starts, lengths).astype(np.uint64)
+    token = tokens.astype(np.uint64) * np.uint64(2) + trained
+    return np.add.reduceat(_mix(token * _ODD + _mix(position + np.uint64(1))), starts)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

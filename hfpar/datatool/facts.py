@@ -17,7 +17,7 @@ from hfpar.data.chat.encode import EncodedRow, encode
 from hfpar.data.reading.formats import recognise
 from hfpar.data.reading.rows import Conversation, Example, Place, Problem, RowError
 from hfpar.data.reading.sources import Chunk
-from hfpar.data.store import DataReport
+from hfpar.data.store import DataReport, content_hashes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,8 @@ class ChunkFacts:
     """`(samples,)` tokens in each."""
     sample_rows: np.ndarray = field(default_factory=_none)
     """`(samples,)` line or row number that each comes from."""
+    sample_contents: np.ndarray = field(default_factory=_none)
+    """`(samples,)`: see `content_hashes`."""
     whole_lengths: np.ndarray = field(default_factory=_none)
     """`(samples without a limit,)` tokens in each, if max_length were no matter."""
     whole_label_lengths: np.ndarray = field(default_factory=_none)
@@ -123,6 +125,7 @@ def _add_tokens(
     places = [place for place, _ in examples]
     block = make_block(places, encoded, facts.problems, facts.num_rows)
     facts.report, facts.lengths, facts.sample_rows = block.report, block.lengths, block.rows
+    facts.sample_contents = content_hashes(block.input_ids, block.trained, block.lengths)
     found = facts.problems + [row.problem for row in encoded if row.problem is not None]
     facts.problems = sorted(found, key=lambda problem: problem.place.number)
     facts.noted_places = [

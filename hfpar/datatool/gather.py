@@ -53,7 +53,7 @@ class SourceFacts:
         self.path, self.weight = source.path, source.weight
         self.report = DataReport()
         self.lengths = self.rows = self.files = np.zeros(0, dtype=np.int64)
-        self._lengths, self._rows, self._files = Numbers(), Numbers(), Numbers()
+        self._lengths, self._rows, self._files, self._contents = Numbers(), Numbers(), Numbers(), Numbers()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -65,10 +65,15 @@ class SourceFacts:
         self._lengths.add(facts.lengths)
         self._rows.add(facts.sample_rows)
         self._files.add(np.full(len(facts.lengths), file_number, dtype=np.int64))
+        self._contents.add(facts.sample_contents.view(np.int64))
 
     def finish(self) -> None:
         """Make arrays of what has piled up."""
         self.lengths, self.rows, self.files = self._lengths.values, self._rows.values, self._files.values
+
+    def contents(self) -> np.ndarray:
+        """`(samples,)` uint64: see `content_hashes`."""
+        return self._contents.values.view(np.uint64)
 
 
 class DataFacts:
