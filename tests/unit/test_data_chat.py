@@ -280,6 +280,22 @@ def test_generation_markers_may_leave_out_the_end_of_turn_token(tokenizer: PreTr
     assert shown(TWO_TURNS, tokenizer) == [chatml("How many?", "3 + 4 = 7.", "And now?", "8")]
 
 
+def test_a_turn_that_nothing_closes_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A model that learns from it never learns to stop."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{{ '' if loop.last else '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}"
+    )
+    row = run(TWO_TURNS[:2], tokenizer)
+    assert [show(sample, tokenizer) for sample in row.samples] == [
+        "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n«3 + 4 = 7.»"
+    ]
+    assert row.counts == {"turns without an end token": 1}
+    tokenizer.chat_template = CHATML
+    assert run(TWO_TURNS[:2], tokenizer).counts == {}
+
+
 def test_markers_in_a_template_that_rewrites_history(tokenizer: PreTrainedTokenizerFast) -> None:
     """An earlier turn that isn't to be trained isn't, though its marked range changes once another follows."""
     tokenizer.chat_template = (

@@ -108,6 +108,8 @@ def _place_turns(
     texts = [LabelledText(chat.whole.text)]
     for index in reversed(wanted):
         turn = _find_turn(chat, index, counts)
+        if chat.messages[index]["role"] == "assistant" and not _is_closed(chat, turn):
+            counts["turns without an end token"] += 1
         for text in texts:
             spans = _spans_in(chat, turn, text.text)
             if spans is not None:
@@ -124,6 +126,12 @@ def _place_turns(
             if earlier_turns == "split":
                 texts.append(LabelledText(turn.until, turn.spans))
     return [text for text in reversed(texts) if text.spans] or texts[:1]
+
+
+def _is_closed(chat: RenderedConversation, turn: _Turn) -> bool:
+    """Whether the last that is trained of a turn is a special token, at which a generation can stop."""
+    trained = "".join(turn.until[begin:end] for begin, end in turn.spans[-1:]).rstrip()
+    return not turn.spans or trained.endswith(chat.renderer.special_tokens or ("\0",))
 
 
 def _spans_in(chat: RenderedConversation, turn: _Turn, text: str) -> list[Span] | None:
