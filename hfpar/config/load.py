@@ -95,7 +95,12 @@ def parse_sft_config(argv: list[str]) -> SFTConfig:
 
 def dump_config(config: SFTConfig) -> str:
     """YAML of every setting; given to `--config`, it makes an equal config."""
-    return write_mapping({key: _plain(value) for key, value in vars(config).items()})
+    return write_mapping(plain_settings(config))
+
+
+def plain_settings(config: SFTConfig) -> dict[str, Any]:
+    """Every setting as a YAML file has it."""
+    return {key: _plain(value) for key, value in vars(config).items()}
 
 
 def _plain(value: Any) -> Any:

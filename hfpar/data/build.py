@@ -6,14 +6,11 @@ encoder's. Chunks come back in their order, and only a few are in memory at any 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
-import signal
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hfpar.child_processes import end_with_parent, interrupts_ignored
 from hfpar.config.schema import DataSource, FormatName, SFTConfig
 from hfpar.data.chat.encode import EncodedRow, EncodeOptions, encode
 from hfpar.data.reading.chunks import Chunk
@@ -66,10 +64,9 @@ class Recipe:
 
 def encode_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> TokenBlock:
     """Parse, check, render and tokenize the rows of a chunk."""
-    examples, problems, num_rows = read_examples(chunk, recipe)
+    examples, problems = read_examples(chunk, recipe)
     encoded = encode(examples, tokenizer, recipe.options)
-    places = [place for place, _ in examples]
-    return make_block(places, encoded, problems, num_rows)
+    return make_block([place for place, _ in examples], encoded, problems)
 
 
 def encode_rows(
@@ -87,8 +84,8 @@ def encode_rows(
     return TokenArrays(block.input_ids, block.trained, block.lengths)
 
 
-def read_examples(chunk: Chunk, recipe: Recipe) -> tuple[list[tuple[Place, Example]], list[Problem], int]:
-    """The rows of a chunk that are well-formed, what is wrong with the others, and how many there are."""
+def read_examples(chunk: Chunk, recipe: Recipe) -> tuple[list[tuple[Place, Example]], list[Problem]]:
+    """The rows of a chunk that are well-formed, and what is wrong with the others."""
     examples: list[tuple[Place, Example]] = []
     problems: list[Problem] = []
     for place, value in chunk.rows():
@@ -99,11 +96,11 @@ def read_examples(chunk: Chunk, recipe: Recipe) -> tuple[list[tuple[Place, Examp
             examples.append((place, to_example(value, recipe.format, recipe.columns)))
         except RowError as error:
             problems.append(error.at(place))
-    return examples, problems, len(examples) + len(problems)
+    return examples, problems
 
 
 def make_block(
-    places: Sequence[Place], encoded: Sequence[EncodedRow], problems: Sequence[Problem], num_rows: int
+    places: Sequence[Place], encoded: Sequence[EncodedRow], problems: Sequence[Problem]
 ) -> TokenBlock:
     """Samples as arrays, with everything counted. `problems` are those of rows that weren't encoded."""
     counts: Counter[str] = Counter()
@@ -126,7 +123,7 @@ def make_block(
     )
     trained[np.cumsum(lengths) - lengths] = False  # nothing predicts a sample's first token
     report = DataReport(
-        num_rows=num_rows,
+        num_rows=len(places) + len(problems),
         num_samples=len(samples),
         num_tokens=total,
         num_label_tokens=int(trained.sum()),
@@ -175,7 +172,7 @@ def map_chunks(
     pending: deque[tuple[Chunk, Future[T]]] = deque()
     try:
         for chunk in chunks:
-            with _interrupts_ignored():
+            with interrupts_ignored():
                 pending.append((chunk, pool.submit(_apply, chunk)))
             if len(pending) >= 2 * num_proc:
                 done, future = pending.popleft()
@@ -192,19 +189,6 @@ def map_chunks(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Within it a started process inherits deafness to Ctrl-C, which is the parent's to answer."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
 class _Worker:
     """What a process of the pool was given at its start."""
 
@@ -214,16 +198,9 @@ class _Worker:
 
 
 def _keep(function: Callable[[Chunk, Any, Recipe], Any], tokenizer: Any, recipe: Recipe) -> None:
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    end_with_parent()
     _Worker.function, _Worker.tokenizer, _Worker.recipe = staticmethod(function), tokenizer, recipe
 
 
 def _apply(chunk: Chunk) -> Any:
     return _Worker.function(chunk, _Worker.tokenizer, _Worker.recipe)
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

@@ -58,13 +58,13 @@ class TokenCache:
         """
         self.folder = folder
         self.tokenizer = tokenizer
-        self._tokenizer_key = tokenizer_fingerprint(tokenizer, tokenizer_folder)
+        self.tokenizer_key = tokenizer_fingerprint(tokenizer, tokenizer_folder)
 
     def key(self, request: TokenRequest) -> str:
         """A digest of everything that decides the tokens: contents, tokenizer, template, settings, code."""
         parts = {
             "files": [self._content(file) for file in request.files],
-            "tokenizer": self._tokenizer_key,
+            "tokenizer": self.tokenizer_key,
             "recipe": repr(request.recipe),
             "skip_bad_rows": request.skip_bad_rows,
             "code": code_fingerprint(),

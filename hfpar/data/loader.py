@@ -12,8 +12,6 @@ from hfpar.data.packing import Integers
 from hfpar.data.plan import EpochPlan, epoch_order, plan_epoch
 from hfpar.data.stream import Sample, TokenStream, build_stream, pad_batch, unpad_batch
 
-__all__ = ["EpochPlan", "StepLoader", "plan_epoch"]
-
 _ORDER_VERSION = "order 2"
 """Part of `StepLoader.fingerprint`: to be changed when equal data would come in another order."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ import numpy as np
 
 from hfpar.data.reading.rows import Place
 from hfpar.data.stream import IGNORE_INDEX, Sample
+from hfpar.errors import BadRowsError
 
 META_FILE = "meta.json"
-MAX_LISTED_PROBLEMS = 20
+MAX_LISTED_PROBLEMS = BadRowsError.MOST
 _SAMPLES_AT_ONCE = 20_000
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -136,9 +138,9 @@ class Samples(Sequence[Sample]):
             raise IndexError(index)
         return self.at(index % len(self))
 
+    @abstractmethod
     def at(self, index: int) -> Sample:
         """Make a sample; the index counts from 0."""
-        raise NotImplementedError
 
 
 class TokenArrays(Samples):

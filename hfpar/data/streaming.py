@@ -131,10 +131,6 @@ class WindowReader:
             lengths,
         )
 
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
     def _skip_to(self, window: int) -> None:
         for earlier in range(self._next, window):
             for stream, count in zip(self._streams, self._counts(earlier), strict=True):

@@ -34,19 +34,6 @@ class Batches:
     total_steps: int
 
 
-class _Lengths(Sequence[Any]):
-    """Samples of which only the lengths are asked."""
-
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError("only the lengths of these samples are known")
-
-
 def plan_batches(config: SFTConfig, sources: Sequence[SourceFacts], dp_size: int) -> Batches:
     """Plan the first epoch.
 
@@ -63,7 +50,8 @@ def plan_batches(config: SFTConfig, sources: Sequence[SourceFacts], dp_size: int
     parts = [source.lengths[part] for source, part in zip(sources, kept, strict=True)]
     lengths = np.concatenate(parts)
     loader = StepLoader(
-        cast(Any, _Lengths(lengths)),
+        cast(Any, range(len(lengths))),  # only the lengths are asked
+        lengths=lengths,
         sources=[(len(part), source.weight) for source, part in zip(sources, parts, strict=True)],
         seed=config.seed,
         dp_size=dp_size,

@@ -75,11 +75,11 @@ def inspect_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase | None, recip
         recipe: what is done to the rows.
     """
     watched = _WatchedChunk(chunk, recipe)
-    examples, problems, num_rows = read_examples(watched, recipe)  # type: ignore[arg-type]
+    examples, problems = read_examples(watched, recipe)  # type: ignore[arg-type]
     conversations = [example for _, example in examples if isinstance(example, Conversation)]
     digests = [_digests(example) for _, example in examples]
     facts = ChunkFacts(
-        num_rows=num_rows,
+        num_rows=len(examples) + len(problems),
         problems=problems,
         formats=watched.formats,
         roles=Counter(message["role"] for example in conversations for message in example.messages),
@@ -123,7 +123,7 @@ def _add_tokens(
 ) -> None:
     encoded = encode(examples, tokenizer, recipe.options)
     places = [place for place, _ in examples]
-    block = make_block(places, encoded, facts.problems, facts.num_rows)
+    block = make_block(places, encoded, facts.problems)
     facts.report, facts.lengths, facts.sample_rows = block.report, block.lengths, block.rows
     facts.sample_contents = content_hashes(block.input_ids, block.trained, block.lengths)
     found = facts.problems + [row.problem for row in encoded if row.problem is not None]

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import yaml
 
-from hfpar.config.load import dump_config
+from hfpar.config.load import dump_config, plain_settings
 from hfpar.config.schema import SFTConfig
 from hfpar.config.yaml_io import read_mapping
 from hfpar.engine.base import Engine
@@ -208,7 +207,7 @@ class RunFolder:
 def difference(config_file: Path, config: SFTConfig) -> list[str]:
     """The settings in which a saved config differs, as `name: there, here` lines."""
     saved = {key: entry.value for key, entry in read_mapping(str(config_file)).items()}
-    present = yaml.safe_load(dump_config(config))
+    present = plain_settings(config)
     lines = []
     for field in fields(SFTConfig):
         there, here = saved.get(field.name), present[field.name]

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe
-from hfpar.data.cache import TokenCache, TokenRequest, tokenizer_fingerprint
+from hfpar.data.cache import TokenCache, TokenRequest
 from hfpar.data.loader import StepLoader
 from hfpar.data.packing import pack
 from hfpar.data.reading.chunks import Chunk
@@ -58,7 +58,7 @@ def read_data(config: SFTConfig, source: ModelSource, layout: Layout) -> RunData
     eval_stores = _stores("eval_dataset", config, cache, layout)
     if config.streaming:
         chosen_eval = Selection(eval_stores)
-        windows = _window_reader(config, source, layout)
+        windows = _window_reader(config, source, cache, layout)
         return RunData(Selection([]), DataReport(), chosen_eval, [], windows)
     stores = _stores("dataset", config, cache, layout)
     kept, held_out = hold_out(stores, config.eval_fraction, config.seed)
@@ -251,7 +251,7 @@ def _longest_short_of_longrope(text_config: Any) -> int | None:
     return min(bounds, default=None)
 
 
-def _window_reader(config: SFTConfig, source: ModelSource, layout: Layout) -> WindowReader:
+def _window_reader(config: SFTConfig, source: ModelSource, cache: TokenCache, layout: Layout) -> WindowReader:
     """What is streamed. Hub data sets are looked up on rank 0 first."""
     sources = data_sources(config.dataset)
     on_main(
@@ -265,7 +265,7 @@ def _window_reader(config: SFTConfig, source: ModelSource, layout: Layout) -> Wi
         source.tokenizer,
         rows=config.streaming_window,
         check=lambda block: check_fit("dataset", block.lengths, block.report.max_token_id, source.config),
-        tokenizer_key=tokenizer_fingerprint(source.tokenizer, source.folder),
+        tokenizer_key=cache.tokenizer_key,
     )
 
 

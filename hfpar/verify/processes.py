@@ -7,7 +7,6 @@ before it does.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -16,12 +15,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from hfpar.child_processes import end_with_parent, interrupts_ignored
 from hfpar.errors import ConfigError, HfparError
 
 SECONDS_TO_ANSWER = 300.0
@@ -121,7 +121,7 @@ def run_processes(
             process = context.Process(
                 target=_run, args=(worker, function, arguments, dict(environment or {})), daemon=True
             )
-            with _interrupts_ignored():
+            with interrupts_ignored():
                 process.start()
             writer.close()
             processes.append(process)
@@ -129,19 +129,6 @@ def run_processes(
         _watch(processes, readers, run_folder, timeout, on_message)
     finally:
         _stop(processes)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Within it a started process inherits deafness to Ctrl-C: it is this process that ends the others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _watch(
@@ -225,7 +212,7 @@ def _run(
     """A process's whole life."""
     _redirect_output(worker.folder / f"rank{worker.rank}.log")
     _clean_environment({"LOCAL_RANK": str(worker.rank), **environment})
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         import torch
         from tqdm import tqdm
@@ -262,10 +249,3 @@ def _clean_environment(environment: dict[str, str]) -> None:
         if name.startswith(launch_prefixes) or name in launch_names:
             del os.environ[name]
     os.environ.update(environment)
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

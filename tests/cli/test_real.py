@@ -85,7 +85,7 @@ def plain_training(adapter: str) -> Steps:
 
     from hfpar.data.build import Recipe, encode_rows
     from hfpar.data.chat.encode import EncodeOptions
-    from hfpar.data.loader import plan_epoch
+    from hfpar.data.plan import plan_epoch
     from hfpar.data.stream import pad_batch
     from hfpar.models.adapters import add_lora
 

@@ -120,7 +120,7 @@ def plain_training(folder: Path, cell: str) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 
-    from hfpar.data.loader import plan_epoch
+    from hfpar.data.plan import plan_epoch
 
     ranks, name, size, accumulation, num_steps = CELLS[cell]
     samples = samples_of(name)

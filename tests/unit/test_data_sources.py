@@ -10,16 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from hfpar.config.schema import DataSource
 from hfpar.data.reading.rows import Problem
 from hfpar.data.reading.sources import DataFile, read_chunks, resolve
 from hfpar.errors import DataError
-
-datasets = pytest.importorskip("datasets")
-pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
 
 A, B = {"text": "a"}, {"text": "b"}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfpar.data.reading.rows import Place, Problem
+from hfpar.data.reading.rows import Place, Problem, RowError
 
 ChunkForm = Literal["lines", "empty lines", "values", "cells", "arrow"]
 
@@ -39,8 +39,8 @@ class Chunk:
         """Decode the rows, in order, each with its place; what can't be decoded is a problem."""
         for number, value in self._values():
             place = Place(self.path, self.unit, number)
-            if isinstance(value, _Bad):
-                value = Problem(value.kind, place, value.reason)
+            if isinstance(value, RowError):
+                value = value.at(place)
             elif not isinstance(value, (dict, Problem)):
                 value = Problem("wrong type", place, f"{type_name(value)} where an object is needed")
             yield place, value
@@ -58,16 +58,8 @@ class Chunk:
         return enumerate(_parse_arrow(self.payload), start=self.first)
 
 
-@dataclass(frozen=True)
-class _Bad:
-    """A problem whose place the caller adds."""
-
-    kind: str
-    reason: str
-
-
 TOO_DEEP = "JSON nested too deeply to be read"
-_EMPTY = _Bad("empty line", "the line is empty")
+_EMPTY = RowError("empty line", "the line is empty")
 
 
 def type_name(value: Any) -> str:
@@ -121,14 +113,14 @@ def _parse_line(line: bytes) -> Any:
     try:
         text = line.decode("utf-8").rstrip()
     except UnicodeDecodeError as error:
-        return _Bad("not UTF-8", f"not UTF-8 (byte {error.start + 1} of the line)")
+        return RowError("not UTF-8", f"not UTF-8 (byte {error.start + 1} of the line)")
     if not text:
         return _EMPTY
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return _Bad("broken JSON", json_reason(error))
-    return _Bad("broken JSON", TOO_DEEP) if is_too_deep(text, value) else value
+        return RowError("broken JSON", json_reason(error))
+    return RowError("broken JSON", TOO_DEEP) if is_too_deep(text, value) else value
 
 
 def _parse_cells(header: list[str], row: list[str] | Problem) -> Any:
@@ -137,10 +129,10 @@ def _parse_cells(header: list[str], row: list[str] | Problem) -> Any:
     if not row:
         return _EMPTY
     if len(row) != len(header):
-        return _Bad("wrong number of cells", f"{len(row)} cells under {len(header)} columns")
+        return RowError("wrong number of cells", f"{len(row)} cells under {len(header)} columns")
     for name, cell in zip(header, row, strict=True):
         if has_escaped_bytes(cell):
-            return _Bad("not UTF-8", f'not UTF-8 (column "{name}")')
+            return RowError("not UTF-8", f'not UTF-8 (column "{name}")')
     return {name: _parse_cell(cell) for name, cell in zip(header, row, strict=True)}
 
 
@@ -184,9 +176,9 @@ def _one_arrow_row(table: Any) -> Any:
     try:
         return table.to_pylist()[0]
     except UnicodeDecodeError:
-        return _Bad("not UTF-8", "a text is not UTF-8")
+        return RowError("not UTF-8", "a text is not UTF-8")
     except (ValueError, OverflowError) as error:
-        return _Bad("wrong type", f"cannot be read: {' '.join(str(error).split())}")
+        return RowError("wrong type", f"cannot be read: {' '.join(str(error).split())}")
 
 
 def _decode_json(value: Any, kind: Any) -> Any:
