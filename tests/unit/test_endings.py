@@ -72,6 +72,19 @@ def test_success_and_help_are_no_failures() -> None:
         fail_with(SystemExit(0))
 
 
+def test_a_rank_among_several_leaves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destructors of process groups can wait for ever, so it must not come to them; exit handlers still run."""
+    import torch.distributed as dist
+
+    done: list[object] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(endings.os, "_exit", done.append)
+    monkeypatch.setattr(endings.atexit, "_run_exitfuncs", lambda: done.append("exit handlers"))
+    run_to_exit_code(lambda: done.append("work"), 1)
+    assert done == ["work", "exit handlers", 0]
+
+
 def test_what_another_rank_has_said_isnt_repeated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
