@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hfpar.attention import varlen
 from hfpar.attention.reference import causal_mask, reference_attention
+from hfpar.attention.sharded import StreamSharding, sharded_attention
 from hfpar.attention.varlen import Documents, Kernel, Scores
 from hfpar.errors import ConfigError
 
@@ -47,8 +48,18 @@ def interface_name(attn_implementation: str) -> str:
     return _NAMES[attn_implementation]
 
 
-def stream_arguments(cu_seqlens: Tensor) -> dict[str, Any]:
-    """The keyword arguments of a model call that tell each attention layer the documents of the stream."""
+def is_own(attn_implementation: str | None) -> bool:
+    """Whether a name is one of hfpar's."""
+    return attn_implementation in _NAMES.values()
+
+
+def stream_arguments(cu_seqlens: Tensor, sharding: StreamSharding | None = None) -> dict[str, Any]:
+    """The keyword arguments of a model call that tell each attention layer the documents of the stream.
+
+    Args:
+        cu_seqlens: (documents + 1,), of the whole stream.
+        sharding: which of its tokens the call has, where ranks share the stream.
+    """
     lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
     longest = max(lengths)
     return {
@@ -57,6 +68,7 @@ def stream_arguments(cu_seqlens: Tensor) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
         "document_lengths": lengths,
+        "stream_sharding": sharding,
     }
 
 
@@ -80,6 +92,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     document_lengths: tuple[int, ...] | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    stream_sharding: StreamSharding | None = None,
     *,
     attn_implementation: str = "auto",
     **kwargs: Any,
@@ -99,6 +112,7 @@ def attention_forward(
         s_aux: [H], attention sinks, GPT-OSS's.
         document_lengths: of a stream, whose batch size is 1.
         cu_seq_lens_q: the same on the device.
+        stream_sharding: where ranks share the stream: S are this rank's tokens of it.
         attn_implementation: the kernel's name; `auto` takes the fastest that can.
         **kwargs: what other kernels read.
 
@@ -111,6 +125,10 @@ def attention_forward(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scaling, sliding_window, softcap, s_aux, dropout)
+    if stream_sharding is not None and cu_seq_lens_q is not None:
+        choose = partial(_choose_kernel, attn_implementation)
+        options = (stream_sharding, cu_seq_lens_q, scores, attn_implementation, choose)
+        return sharded_attention(query, key, value, *options), None
     if document_lengths is not None and cu_seq_lens_q is not None:
         kernel = _choose_kernel(attn_implementation, query, value, scores)
         return kernel(query, key, value, Documents(cu_seq_lens_q, document_lengths), scores), None

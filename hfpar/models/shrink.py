@@ -42,13 +42,14 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
 
 
-def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
+def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> PretrainedConfig:
     """Copy a causal language model's config with 2 layers or as few as show every kind, narrow, few words.
 
     The copy is for a deterministic fp32 comparison: dropout and quantisation are left out.
 
     Args:
         config: the user's; not changed.
+        fewest_heads: query heads to keep at least, if the model has them.
 
     Raises:
         ConfigError: a model of more than text.
@@ -58,7 +59,7 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
         raise ConfigError(
             f"model_name_or_path: {config.model_type} is more than a text model; give the folder of a text-only one"
         )
-    head_dim = _shrink_heads(values)
+    head_dim = _shrink_heads(values, fewest_heads)
     _shrink_latent_attention(values)
     _shrink_rotary(values, head_dim)
     _shrink_layers(values)
@@ -80,7 +81,7 @@ def _first(values: dict[str, Any], names: Iterable[str]) -> str | None:
     return next((name for name in names if values.get(name) is not None), None)
 
 
-def _shrink_heads(values: dict[str, Any]) -> int:
+def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
     """Heads, width and feed-forward; returns the head dimension."""
     hidden_name, heads_name = _first(values, _HIDDEN_SIZE), _first(values, _QUERY_HEADS)
     if hidden_name is None or heads_name is None:
@@ -91,7 +92,7 @@ def _shrink_heads(values: dict[str, Any]) -> int:
     kv_name = _first(values, _KV_HEADS)
     kv_heads = values[kv_name] if kv_name else heads
     group = min(max(heads // kv_heads, 1), _MAX_QUERY_GROUP)
-    new_kv_heads = 4 if group == 1 else min(kv_heads, 2)
+    new_kv_heads = max(4 if group == 1 else min(kv_heads, 2), min(-(-fewest_heads // group), kv_heads))
     new_heads = new_kv_heads * group
 
     explicit = values.get("head_dim") is not None

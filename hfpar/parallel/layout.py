@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,12 +34,23 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Refuse sizes that don't divide the world."""
-        model_ranks = self.pp_size * self.cp_size * self.sp_size * self.tp_size
-        if self.world_size % model_ranks:
+        sizes = {f"{axis}_size": getattr(self, f"{axis}_size") for axis in AXES if axis != "dp"}
+        product = math.prod(sizes.values())
+        if self.world_size % product:
+            chosen = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            divisors = [str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            product_text = f" = {product}" if chosen.count("_size") > 1 else ""
             raise ConfigError(
-                f"pp_size x cp_size x sp_size x tp_size = {model_ranks} doesn't divide the {self.world_size} "
-                "processes"
+                f"{chosen}{product_text} doesn't divide the {self.world_size} processes; with "
+                f"{self.world_size}, it can be {' or '.join(divisors)}; or use --num_processes {product}"
             )
+
+    @classmethod
+    def of_world(cls, *, cp_size: int = 1, sp_size: int = 1) -> Layout:
+        """The layout of this process in the process group that exists (or of one process where there is none)."""
+        if not dist.is_initialized():
+            return cls(rank=0, world_size=1, cp_size=cp_size, sp_size=sp_size)
+        return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), cp_size=cp_size, sp_size=sp_size)
 
     @property
     def dp_size(self) -> int:
@@ -64,9 +76,29 @@ class Layout:
         return self.coordinates["dp"]
 
     @property
+    def cp_rank(self) -> int:
+        """Place in the ring."""
+        return self.coordinates["cp"]
+
+    @property
+    def sp_rank(self) -> int:
+        """Place among the ranks that exchange heads."""
+        return self.coordinates["sp"]
+
+    @property
+    def sequence_size(self) -> int:
+        """Number of ranks that share one stream (cp x sp)."""
+        return self.cp_size * self.sp_size
+
+    @property
     def batch_size(self) -> int:
         """Number of ranks over which an engine averages gradients (dp x cp x sp)."""
-        return self.dp_size * self.cp_size * self.sp_size
+        return self.dp_size * self.sequence_size
+
+    @property
+    def batch_rank(self) -> int:
+        """This rank's place among those: no two have the same tokens."""
+        return (self.dp_rank * self.cp_size + self.cp_rank) * self.sp_size + self.sp_rank
 
     @property
     def name(self) -> str:
@@ -85,6 +117,16 @@ class Layout:
         if self.batch_size == self.world_size:
             return DeviceMesh.from_group(self.batch_group, _device_type(), mesh_dim_names=("batch",))
         return self.mesh[BATCH_AXES]._flatten("batch")
+
+    @cached_property
+    def cp_group(self) -> dist.ProcessGroup:
+        """The ring: ranks that differ in `cp_rank` alone."""
+        return self.mesh["cp"].get_group()
+
+    @cached_property
+    def sp_group(self) -> dist.ProcessGroup:
+        """Ranks that differ in `sp_rank` alone."""
+        return self.mesh["sp"].get_group()
 
     @cached_property
     def batch_group(self) -> dist.ProcessGroup:

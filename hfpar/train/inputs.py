@@ -35,5 +35,5 @@ def find_checked_model(config: SFTConfig, layout: Layout) -> ModelSource:
     """
     on_main(layout, lambda: download(config))
     source = find_model(config)
-    check_family(source.config, trust_remote_code=config.trust_remote_code)
+    check_family(source.config, layout=layout, trust_remote_code=config.trust_remote_code)
     return source

@@ -130,7 +130,7 @@ class Trainer:
 
     def _step(self, micro_batches: list[TokenStream], logger: MetricsLogger, window: LogWindow) -> None:
         config, step = self.config, self.position.step + 1
-        torch.manual_seed(hash((config.seed, step, self.layout.dp_rank)))  # dropout: same after a resume
+        torch.manual_seed(hash((config.seed, step, self.layout.batch_rank)))  # dropout: same after a resume
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         result = train_step(self.engine, micro_batches, self.layout, config.max_grad_norm or None)
         if not math.isfinite(result.loss) or math.isinf(result.grad_norm):

@@ -12,6 +12,8 @@ from hfpar.attention import interface
 from hfpar.config.engine import EngineSettings, FSDP2Settings
 from hfpar.config.schema import SFTConfig
 from hfpar.models import adapters, load
+from hfpar.parallel import sequence
+from hfpar.parallel.layout import Layout
 from hfpar.train import loss
 
 
@@ -52,8 +54,8 @@ def find_model(config: SFTConfig) -> ModelSource:
     )
 
 
-def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings) -> Any:
-    """Load the weights this rank keeps, then adapters, then the patches: attention, checkpointing, loss.
+def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings, layout: Layout) -> Any:
+    """Load the weights this rank keeps, then adapters, then the patches: checkpointing, sequence, loss.
 
     Raises:
         ConfigError: a model or a combination that hfpar can't train.
@@ -85,5 +87,6 @@ def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings
         is_folder = source.folder == Path(str(config.model_name_or_path)).expanduser()
         base = str(source.folder.resolve()) if is_folder else config.model_name_or_path
         model.peft_config["default"].base_model_name_or_path = base
+    sequence.apply(model, layout)
     loss.install(model)
     return model.train()

@@ -2,7 +2,8 @@
 
 Models differ in ways that no list keeps up with: a scale on the logits, an attention that bypasses Transformers'
 interface, a state that runs on from one document into the next. So the copy is trained for one step both ways,
-packed by hfpar and one document at a time by Transformers, and the gradients are compared.
+packed by hfpar and one document at a time by Transformers, and the gradients are compared. Where ranks are to
+share streams, they share this one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -17,6 +19,8 @@ from hfpar.attention import interface
 from hfpar.data.stream import Sample, build_stream
 from hfpar.errors import ConfigError
 from hfpar.models.shrink import shrink_config
+from hfpar.parallel import sequence
+from hfpar.parallel.layout import Layout
 from hfpar.train import loss
 from hfpar.train.step import model_inputs
 
@@ -26,20 +30,30 @@ TOLERANCE = 1e-4
 _LENGTHS = (11, 5, 14)
 
 
-def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Compare hfpar with Transformers on a tiny copy of the model.
+def check_family(
+    config: PretrainedConfig,
+    *,
+    layout: Layout | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Compare hfpar with Transformers on a tiny copy of the model. All ranks together.
 
     Args:
         config: the user's.
+        layout: the ranks, of which some may share streams; None: one process.
         trust_remote_code: whether the model's own code may run.
 
     Raises:
         ConfigError: they don't agree, or no copy could be made to compare.
     """
+    alone = Layout(rank=0, world_size=1)
+    layout = layout or alone
+    sequence.check_sequence(config, layout)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            state_dict, expected = _plain_gradients(config, trust_remote_code)
+            small = shrink_config(config, fewest_heads=layout.sp_size)
+            state_dict, expected = _plain_gradients(small, trust_remote_code)
         except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
             if _keeps_a_state(config):
                 raise ConfigError(
@@ -51,12 +65,23 @@ def check_family(config: PretrainedConfig, *, trust_remote_code: bool = False) -
                 f"model_name_or_path: {config.model_type} couldn't be checked on a tiny copy ({reason}); hfpar only "
                 "trains what it can check"
             ) from error
-        packed = _packed_gradients(state_dict, config, trust_remote_code)
-    difference = _relative_difference(packed, expected)
+        packed = _packed_gradients(state_dict, small, alone, trust_remote_code)
+        what = "comes out wrong when documents are packed"
+        _compare(config, packed, expected, what, "hfpar can't train it")
+        if layout.sequence_size > 1:
+            sharded = _packed_gradients(state_dict, small, layout, trust_remote_code)
+            what = f"comes out wrong when ranks share a stream ({layout.name})"
+            _compare(config, sharded, expected, what, "train it without sp_size and cp_size")
+
+
+def _compare(
+    config: PretrainedConfig, mine: list[Tensor], expected: list[Tensor], what: str, advice: str
+) -> None:
+    difference = _relative_difference(mine, expected)
     if not difference < TOLERANCE:
         raise ConfigError(
-            f"model_name_or_path: {config.model_type} comes out wrong when documents are packed (gradients of a "
-            f"tiny copy differ by {difference:.1e}); hfpar can't train it"
+            f"model_name_or_path: {config.model_type} {what} (gradients of a tiny copy differ by "
+            f"{difference:.1e}); {advice}"
         )
 
 
@@ -72,9 +97,9 @@ def _documents(vocab_size: int) -> list[Sample]:
     return [Sample(tokens, [loss.IGNORE_INDEX] * 3 + tokens[3:]) for tokens in drawn]
 
 
-def _tiny_copy(config: PretrainedConfig, attn_implementation: str, trust_remote_code: bool) -> Any:
+def _make(config: PretrainedConfig, attn_implementation: str, trust_remote_code: bool) -> Any:
     return AutoModelForCausalLM.from_config(
-        shrink_config(config),
+        config,
         dtype=torch.float32,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
@@ -84,7 +109,7 @@ def _tiny_copy(config: PretrainedConfig, attn_implementation: str, trust_remote_
 def _plain_gradients(
     config: PretrainedConfig, trust_remote_code: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    model = _tiny_copy(config, "eager", trust_remote_code)
+    model = _make(config, "eager", trust_remote_code)
     for parameter in model.parameters():  # norms and sinks start equal: make every value count
         parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     for sample in _documents(model.config.vocab_size):
@@ -95,17 +120,21 @@ def _plain_gradients(
 
 
 def _packed_gradients(
-    state_dict: dict[str, Tensor], config: PretrainedConfig, trust_remote_code: bool
+    state_dict: dict[str, Tensor], config: PretrainedConfig, layout: Layout, trust_remote_code: bool
 ) -> list[Tensor]:
-    """Of a copy that is made as the user's model will be: a family can ignore a later change of its attention."""
+    """Of a copy that is made as the user's model will be: a family can ignore a later change of its attention.
+
+    Summed over the ranks that share the stream.
+    """
     interface.register()
     name = interface.interface_name("auto")
     try:
-        model = _tiny_copy(config, name, trust_remote_code)
+        model = _make(config, name, trust_remote_code)
         model.load_state_dict(state_dict)
+        sequence.apply(model, layout)
         loss.install(model)
-        stream = build_stream(_documents(model.config.vocab_size))
-        model(**model_inputs(stream, torch.device("cpu"))).backward()
+        shard = sequence.shard_stream(build_stream(_documents(model.config.vocab_size)), layout)
+        model(**model_inputs(shard, torch.device("cpu"))).backward()
     except ConfigError:
         raise
     except Exception as error:
@@ -116,7 +145,12 @@ def _packed_gradients(
         raise ConfigError(
             f"model_name_or_path: {config.model_type} doesn't take packed documents: {reason}"
         ) from error
-    return [_gradient(parameter) for parameter in model.parameters()]
+    gradients = [_gradient(parameter) for parameter in model.parameters()]
+    for group in (shard.sharding.cp_group, shard.sharding.sp_group) if shard.sharding else ():
+        if group is not None:
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=group)
+    return gradients
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

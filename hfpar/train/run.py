@@ -54,7 +54,8 @@ def settle(config: SFTConfig, defaults: LaunchDefaults) -> SFTConfig:
         ConfigError: a flag and the file contradict each other.
     """
     chosen: dict[str, int | float | str | None] = {}
-    for name, fallback in (("gradient_accumulation_steps", 1), ("max_grad_norm", 1.0)):
+    fallbacks = {"gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "cp_size": 1, "sp_size": 1}
+    for name, fallback in fallbacks.items():
         flag, file = getattr(config, name), getattr(defaults, name)
         if flag is not None and file is not None and flag != file:
             raise ConfigError(
@@ -89,7 +90,12 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
         launch, report_to=trackers.names(config), project_dir=config.output_dir
     )
     device = accelerate_launch.device_of(accelerator)
-    layout = Layout(rank=launch.rank, world_size=launch.world_size)
+    layout = Layout(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        cp_size=config.cp_size or 1,
+        sp_size=config.sp_size or 1,
+    )
 
     config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
@@ -102,7 +108,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
 
     engine = build_engine(
         launch.settings,
-        model.build_model(config, source, launch.settings),
+        model.build_model(config, source, launch.settings, layout),
         lambda parameters: optim.make_optimizer(parameters, config),
         layout,
         device,

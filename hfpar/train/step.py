@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hfpar.attention.interface import stream_arguments
 from hfpar.data.stream import TokenStream
 from hfpar.engine.base import Engine
 from hfpar.parallel.layout import Layout
+from hfpar.parallel.sequence import StreamShard, shard_stream
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,19 @@ def train_step(
 ) -> StepResult:
     """Accumulate the window's gradients and update the weights.
 
-    Each rank's loss is the sum over its own label tokens, divided by the number of label tokens in the whole
-    global batch: all data-parallel ranks, all micro-batches of this window, however many it has. Engines
-    average over the batch group, so the loss is multiplied by its size; nothing else scales it.
+    Ranks of a sequence group bring the same streams, and each computes its slice of them. Each rank's loss is the
+    sum over its own label tokens, divided by the number of label tokens in the whole global batch: all ranks, all
+    micro-batches of this window, however many it has. Engines average over the batch group, so the loss is
+    multiplied by its size; nothing else scales it.
     """
-    counts = global_counts(micro_batches, layout, engine.device)
+    shards = [shard_stream(stream, layout) for stream in micro_batches]
+    counts = global_counts(shards, layout, engine.device)
     divisor = max(counts.num_label_tokens, 1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for index, stream in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
+    for index, shard in enumerate(shards):
+        last = index == len(shards) - 1
         with engine.accumulate(last_micro_batch=last):
-            loss = engine.forward(**model_inputs(stream, engine.device))
+            loss = engine.forward(**model_inputs(shard, engine.device))
             loss_sum += loss.detach().double()
             engine.backward(loss * (layout.batch_size / divisor), last_micro_batch=last)
     grad_norm = engine.step(max_grad_norm)
@@ -60,8 +62,9 @@ def evaluate(engine: Engine, batches: Sequence[TokenStream], layout: Layout) -> 
     engine.module.eval()
     with engine.inference():
         for stream in batches:
-            loss = engine.forward(**model_inputs(stream, engine.device))
-            totals += torch.stack([loss.double(), totals.new_tensor(stream.num_label_tokens)])
+            shard = shard_stream(stream, layout)
+            loss = engine.forward(**model_inputs(shard, engine.device))
+            totals += torch.stack([loss.double(), totals.new_tensor(shard.num_label_tokens)])
     engine.module.train(training)
     dist.all_reduce(totals, group=layout.batch_group)
     loss_sum, num_label_tokens = totals.tolist()
@@ -76,23 +79,15 @@ class Counts:
     num_label_tokens: int
 
 
-def global_counts(micro_batches: Sequence[TokenStream], layout: Layout, device: torch.device) -> Counts:
+def global_counts(shards: Sequence[StreamShard], layout: Layout, device: torch.device) -> Counts:
     """Tokens and label tokens over all ranks and micro-batches."""
-    local = [sum(s.num_tokens for s in micro_batches), sum(s.num_label_tokens for s in micro_batches)]
+    local = [sum(s.num_tokens for s in shards), sum(s.num_label_tokens for s in shards)]
     totals = torch.tensor(local, dtype=torch.int64, device=device)
     dist.all_reduce(totals, group=layout.batch_group)
     num_tokens, num_label_tokens = totals.tolist()
     return Counts(int(num_tokens), int(num_label_tokens))
 
 
-def model_inputs(stream: TokenStream, device: torch.device) -> dict[str, Tensor | Any]:
+def model_inputs(shard: StreamShard, device: torch.device) -> dict[str, Tensor | Any]:
     """What the patched model's forward takes."""
-    documents = stream_arguments(stream.cu_seqlens)  # lengths are read on the host, before the copy
-    stream = stream.to(device)
-    documents["cu_seq_lens_q"] = documents["cu_seq_lens_k"] = stream.cu_seqlens
-    return {
-        "input_ids": stream.input_ids,
-        "position_ids": stream.position_ids,
-        "labels": stream.labels,
-        **documents,
-    }
+    return {**shard.arguments(device), "labels": shard.labels.to(device, non_blocking=True)}

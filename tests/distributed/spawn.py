@@ -132,7 +132,7 @@ def make_trainer(
     schedule = loop.Schedule.of(config, loader, layout)
     engine = build_engine(
         settings,
-        model.build_model(config, source, settings),
+        model.build_model(config, source, settings, layout),
         lambda parameters: optim.make_optimizer(parameters, config),
         layout,
         device,

@@ -113,12 +113,15 @@ def export_all(worker: Any, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from hfpar.data.stream import build_stream
+    from hfpar.parallel.layout import Layout
+    from hfpar.parallel.sequence import shard_stream
     from hfpar.train.export import export_model
     from hfpar.train.step import model_inputs
 
     layout = make_layout(worker)
     samples = make_samples(8)
-    inputs = model_inputs(build_stream([samples[1]]), torch.device("cpu"))
+    stream = shard_stream(build_stream([samples[1]]), Layout(rank=0, world_size=1))
+    inputs = model_inputs(stream, torch.device("cpu"))
     del inputs["labels"]
 
     def logits_of(engine: Any) -> torch.Tensor:

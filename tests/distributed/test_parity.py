@@ -108,10 +108,10 @@ def shift_labels_twice(patch, rank):
 
 
 def let_documents_leak(patch, rank):
-    def one_document(cu_seqlens):
-        return interface.stream_arguments(cu_seqlens[[0, -1]])
-
-    patch.setattr(step, "stream_arguments", one_document)
+    stream_arguments = interface.stream_arguments
+    patch.setattr(
+        interface, "stream_arguments", lambda cu_seqlens, sharding: stream_arguments(cu_seqlens[[0, -1]])
+    )
 
 
 def double_the_positions(patch, rank):

@@ -12,6 +12,8 @@ from hfpar.data.stream import Sample, build_stream
 from hfpar.errors import ConfigError
 from hfpar.models.load import load_model, load_model_config
 from hfpar.models.shrink import SLIDING_WINDOW, VOCAB_SIZE, shrink_config
+from hfpar.parallel.layout import Layout
+from hfpar.parallel.sequence import shard_stream
 from hfpar.train import loss
 from hfpar.train.step import model_inputs
 from hfpar.verify.compare import compare_gradients, relative, worst_of
@@ -133,7 +135,9 @@ def test_packed_equals_separate_documents(family: str, tmp_path: Path) -> None:
     model.train()
     loss.install(model)
     stream = build_stream([Sample(document.tokens, document.labels) for document in documents])
-    packed_loss = model(**model_inputs(stream, device)) / count_labels(documents)
+    packed_loss = model(
+        **model_inputs(shard_stream(stream, Layout(rank=0, world_size=1)), device)
+    ) / count_labels(documents)
     packed_loss.backward()
 
     name, error = worst_of(compare_gradients(gradients_of(model).items(), expected))
