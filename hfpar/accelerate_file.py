@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _DEEPSPEED_NAMES = frozenset(
     "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher "
     "deepspeed_moe_layer_cls_names".split()
 )
+_PARALLELISM = "parallelism_config_"
 _NEVER_READ = (
     "megatron_lm_config",
     "fp8_config",
@@ -54,6 +55,8 @@ class LaunchRequest:
     use_cpu: bool
     where: str
     """The file or the command line, for messages."""
+    parallelism: Mapping[str, Any] = field(default_factory=dict)
+    """What of `parallelism_config` the file and the launcher's flags name, without that prefix."""
 
 
 def find_launcher() -> list[str]:
@@ -126,20 +129,34 @@ def read_request(launcher: Sequence[str]) -> LaunchRequest:
     engine = by_flag or _ENGINE_OF[distributed_type]
     _refuse_dead_settings(vars(file), set(vars(arguments)), engine, distributed_type)
     _refuse_dead_flags(parser, arguments, engine)
+    parallelism = {
+        **_parallelism_of(file.parallelism_config or {}),
+        **_parallelism_of(_given(parser, arguments)),
+    }
+    _refuse_dead_parallelism(parallelism, parser)
     return LaunchRequest(
         num_processes=arguments.num_processes or file.num_processes,
         engine=None if by_flag else engine,
         distributed_type=distributed_type,
         use_cpu=bool(arguments.cpu or file.use_cpu),
         where=where,
+        parallelism=parallelism,
     )
 
 
-def check_launch(request: LaunchRequest, settings: EngineSettings, world_size: int) -> None:
+def check_launch(
+    request: LaunchRequest, settings: EngineSettings, world_size: int, *, parallelism: bool = False
+) -> None:
     """Compare what was asked for with what runs.
 
+    Args:
+        request: what was asked for.
+        settings: the engine that runs.
+        world_size: the processes that run.
+        parallelism: whether `parallelism_config` has been handed over.
+
     Raises:
-        ConfigError: another number of processes, or another engine.
+        ConfigError: another number of processes, another engine, or sizes that got lost.
     """
     expected = request.num_processes
     if expected is not None and expected > 0 and expected != world_size:
@@ -155,11 +172,39 @@ def check_launch(request: LaunchRequest, settings: EngineSettings, world_size: i
             f"{settings.name}; set `use_cpu: false` and drop `--cpu`"
         )
 
+    for name, size in request.parallelism.items():
+        if name.endswith("_size") and size != 1 and not parallelism:
+            fix = (
+                f"give the script --{name} {size} instead" if name in ("cp_size", "sp_size") else "remove it"
+            )
+            raise ConfigError(
+                f"parallelism_config: {request.where} asks for {name} {size}, which Accelerate drops in this launch; "
+                f"{fix}"
+            )
+
 
 def _without_file(parser: ArgumentParser, arguments: Namespace) -> LaunchRequest:
     engine = _engine_of_flags(arguments)
     _refuse_dead_flags(parser, arguments, engine or "ddp")
-    return LaunchRequest(arguments.num_processes, None, "NO", bool(arguments.cpu), "the launch command")
+    parallelism = _parallelism_of(_given(parser, arguments))
+    _refuse_dead_parallelism(parallelism, parser)
+    where = "the launch command"
+    return LaunchRequest(
+        arguments.num_processes, None, "NO", bool(arguments.cpu), where, parallelism=parallelism
+    )
+
+
+def _given(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
+    """The launcher's flags that say something else than their default."""
+    return {name: value for name, value in vars(arguments).items() if value != parser.get_default(name)}
+
+
+def _parallelism_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name.removeprefix(_PARALLELISM): value
+        for name, value in values.items()
+        if name.startswith(_PARALLELISM)
+    }
 
 
 def _engine_of_flags(arguments: Namespace) -> str | None:
@@ -186,9 +231,7 @@ def _refuse_dead_settings(
             raise ConfigError(f"{name}: in the Accelerate file isn't supported; remove it")
     if file.get("main_training_function") not in (None, "main"):
         raise ConfigError("main_training_function: only a TPU launch reads it; remove it")
-    _check_keys(
-        "parallelism_config", file, {name for name in known if name.startswith("parallelism_config_")}
-    )
+    _check_keys("parallelism_config", file, {name for name in known if name.startswith(_PARALLELISM)})
     dynamo = {name for name in known if name.startswith("dynamo_")}
     _check_keys("dynamo_config", file, dynamo | {name.removeprefix("dynamo_") for name in dynamo})
     fsdp = {name for name in known if name.startswith("fsdp_")} | {"fsdp_ignored_modules"}
@@ -205,6 +248,16 @@ def _refuse_dead_settings(
             )
 
 
+def _refuse_dead_parallelism(parallelism: Mapping[str, Any], parser: ArgumentParser) -> None:
+    for name, value in parallelism.items():
+        axis = name.partition("_")[0]
+        handed_over = name.endswith(("_size", "_backend")) or parallelism.get(f"{axis}_size", 1) != 1
+        if not handed_over and value != parser.get_default(_PARALLELISM + name):
+            raise ConfigError(
+                f"{_PARALLELISM}{name}: does nothing without {_PARALLELISM}{axis}_size above 1; remove it"
+            )
+
+
 def _check_keys(section: str, file: Mapping[str, Any], known: set[str]) -> None:
     for key in file.get(section) or {}:
         if key not in known:
@@ -214,7 +267,7 @@ def _check_keys(section: str, file: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _refuse_dead_flags(parser: ArgumentParser, arguments: Namespace, engine: str) -> None:
-    given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+    given = _given(parser, arguments)
     _refuse_flags("zero", engine, (name for name in given if name in _DEEPSPEED_NAMES), "--use_deepspeed")
     _refuse_flags("fsdp", engine, (name for name in given if name.startswith("fsdp_")), "--use_fsdp")
 

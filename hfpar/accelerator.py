@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,9 @@ from hfpar.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+
+_USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ def read_launch(environ: Mapping[str, str] | None = None, launcher: Sequence[str
     world_size = int(environ.get("WORLD_SIZE", "1"))
     settings = read_engine_settings(environ)
     use_cpu = flag(environ, "ACCELERATE_USE_CPU")
+    sizes_written: Collection[str] = ()
     if launcher:
         request = read_request(launcher)
-        check_launch(request, settings, world_size)
+        handed_over = flag(environ, _USE_PARALLELISM_CONFIG)
+        check_launch(request, settings, world_size, parallelism=handed_over)
+        sizes_written = request.parallelism if handed_over else ()
         use_cpu = use_cpu or request.use_cpu
     return Launch(
         rank=int(environ.get("RANK", "0")),
@@ -71,7 +77,7 @@ def read_launch(environ: Mapping[str, str] | None = None, launcher: Sequence[str
         world_size=world_size,
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         settings=settings,
-        defaults=read_defaults(environ, settings),
+        defaults=read_defaults(environ, settings, sizes_written),
         use_cpu=use_cpu,
     )
 
@@ -93,7 +99,8 @@ def start(launch: Launch, *, report_to: Sequence[str] = (), project_dir: str | N
     """Set up the process group and make the run's one `Accelerator`.
 
     hfpar wraps models itself, so the `Accelerator` only says which device is this rank's and keeps the
-    trackers. Where there is no GPU, ranks talk through gloo.
+    trackers. It isn't told of the file's `parallelism_config`, which it would refuse on a CPU and make meshes and
+    rules for elsewhere. Where there is no GPU, ranks talk through gloo.
 
     Raises:
         ConfigError: more ranks than GPUs on this node, or a group that the ranks can't form.
@@ -110,6 +117,7 @@ def start(launch: Launch, *, report_to: Sequence[str] = (), project_dir: str | N
             f"{torch.cuda.device_count()} GPUs; use --num_processes {torch.cuda.device_count()}"
         )
     start_process_group(launch, on_gpu=on_gpu)
+    os.environ.pop(_USE_PARALLELISM_CONFIG, None)
     accelerator = Accelerator(cpu=not on_gpu, log_with=list(report_to) or None, project_dir=project_dir)
     if torch.distributed.get_world_size() != launch.world_size:
         raise ConfigError(

@@ -8,7 +8,7 @@ launcher doesn't hand over.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from hfpar.config.engine import (
     MixedPrecision,
     ZeROSettings,
 )
+from hfpar.config.parallelism_env import check_parallelism, read_size
 from hfpar.errors import ConfigError
 
 _IN_FILE = "in the Accelerate file"
@@ -38,17 +39,26 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
         )
     precision = cast(MixedPrecision, mixed_precision)
     _refuse_for_every_engine(environ)
-    if flag(environ, "ACCELERATE_USE_DEEPSPEED"):
+    zero, fsdp = flag(environ, "ACCELERATE_USE_DEEPSPEED"), flag(environ, "ACCELERATE_USE_FSDP")
+    check_parallelism(environ, sharded=zero or fsdp)
+    if zero:
         return _read_zero(environ, precision)
-    if flag(environ, "ACCELERATE_USE_FSDP"):
+    if fsdp:
         return _read_fsdp2(environ, precision)
     return DDPSettings(mixed_precision=precision)
 
 
-def read_defaults(environ: Mapping[str, str], settings: EngineSettings) -> LaunchDefaults:
-    """What the file says of training itself: accumulation and clipping.
+def read_defaults(
+    environ: Mapping[str, str], settings: EngineSettings, sizes_written: Collection[str] = ()
+) -> LaunchDefaults:
+    """What the file says of training itself: accumulation, clipping, and who shares a sequence.
 
     Where a DeepSpeed JSON is silent or says `auto`, the Accelerate file's own field counts.
+
+    Args:
+        environ: the environment of the process.
+        settings: the engine's.
+        sizes_written: what of `parallelism_config` the file or the launcher's flags really name.
 
     Raises:
         ConfigError: no number, or two that contradict each other.
@@ -65,6 +75,8 @@ def read_defaults(environ: Mapping[str, str], settings: EngineSettings) -> Launc
     return LaunchDefaults(
         gradient_accumulation_steps=None if accumulation is None else int(accumulation),
         max_grad_norm=clipping,
+        cp_size=read_size(environ, "cp_size", sizes_written),
+        sp_size=read_size(environ, "sp_size", sizes_written),
     )
 
 
@@ -111,24 +123,6 @@ def _refuse_for_every_engine(environ: Mapping[str, str]) -> None:
         value = environ.get(variable, neutral)
         if value.lower() != neutral:
             raise ConfigError(f"{name}: {value} {_IN_FILE} isn't supported; remove dynamo_config")
-    _refuse_parallelism(environ)
-
-
-def _refuse_parallelism(environ: Mapping[str, str]) -> None:
-    for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
-        value = int(environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
-        if value > 1:
-            raise ConfigError(
-                f"parallelism_config: {name} {value} {_IN_FILE} isn't supported yet; set it to 1 "
-                "(all processes are then data-parallel ranks)"
-            )
-    shards = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
-    world_size = int(environ.get("WORLD_SIZE", "1"))
-    if shards not in (1, world_size):
-        raise ConfigError(
-            f"parallelism_config: dp_shard_size {shards} {_IN_FILE}, but this launch has {world_size} processes, "
-            f"all of which shard; set it to {world_size} or remove it"
-        )
 
 
 # FSDP2

@@ -76,3 +76,5 @@ class LaunchDefaults:
 
     gradient_accumulation_steps: int | None = None
     max_grad_norm: float | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None

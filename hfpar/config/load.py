@@ -26,6 +26,7 @@ from hfpar.errors import ConfigError
 
 _GROUPS = {
     "model_name_or_path": "Model",
+    "sp_size": "Ranks that share a sequence",
     "dataset": "Data",
     "per_device_train_batch_size": "Batches",
     "optim": "Optimization",
@@ -37,13 +38,19 @@ _GROUPS = {
 _ELSEWHERE = {
     "batch_size": "did you mean per_device_train_batch_size?",
     "bf16": "mixed_precision in the Accelerate config file sets it",
+    "context_parallel_size": "did you mean cp_size?",
     "deepspeed": "the Accelerate config file names the engine",
+    "dp_size": "it is what sp_size and cp_size leave of num_processes",
     "epochs": "did you mean num_train_epochs?",
     "fp16": "mixed_precision in the Accelerate config file sets it",
     "fsdp": "the Accelerate config file names the engine",
     "lr": "did you mean learning_rate?",
     "model": "did you mean model_name_or_path?",
     "packing": "max_tokens_per_batch packs",
+    "pp_size": "pipeline parallelism isn't supported yet",
+    "sequence_parallel_size": "did you mean sp_size?",
+    "tp_size": "tensor parallelism isn't supported yet",
+    "ulysses_size": "did you mean sp_size?",
     "use_peft": "lora_r above 0 trains adapters",
 }
 """Names that people know from other trainers and that no spelling check would find."""

@@ -71,6 +71,13 @@ class SFTConfig:
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass instead of keeping them."""
 
+    sp_size: int | None = None
+    """Ulysses: ranks that share a stream's tokens and, inside attention, its heads. Without it: the Accelerate
+    file's parallelism_config, or 1."""
+    cp_size: int | None = None
+    """Ring attention: ranks that share a stream's tokens and pass keys and values round. Together with sp_size
+    their product shares a stream. Without it: the Accelerate file's parallelism_config, or 1."""
+
     dataset: str | list[str | DataSource] | None = None
     """Files, patterns of files, folders or hub ids; or entries with path, split, name, weight, format, columns.
     Without it: the built-in demo data."""

@@ -24,6 +24,8 @@ TRACKERS = (
 """What `report_to` may name: Accelerate's trackers, all that are installed, or none."""
 
 _AT_LEAST_ONE = (
+    "sp_size",
+    "cp_size",
     "per_device_train_batch_size",
     "max_tokens_per_batch",
     "per_device_eval_batch_size",

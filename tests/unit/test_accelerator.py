@@ -272,9 +272,55 @@ def test_use_cpu_is_honoured(read: ReadLaunch) -> None:
     assert read({**one, "use_cpu": False}, "--cpu").use_cpu
 
 
-def test_dp_shard_size_of_the_world_is_what_happens_anyway(read: ReadLaunch) -> None:
-    section = {"parallelism_config": {"parallelism_config_dp_shard_size": 2}}
-    assert read({**fsdp2(), **section}).settings == FSDP2Settings()
+def sizes(**fields: Any) -> dict[str, Any]:
+    """A section of the file."""
+    return {"parallelism_config": {f"parallelism_config_{name}": value for name, value in fields.items()}}
+
+
+@pytest.mark.parametrize("file", [DDP, fsdp2(), zero_stage(3)], ids=["ddp", "fsdp2", "zero3"])
+def test_the_file_gives_the_sizes_of_the_sequence_group(read: ReadLaunch, file: dict[str, Any]) -> None:
+    assert read({**file, **sizes(sp_size=2)}).defaults == LaunchDefaults(sp_size=2)
+    both = read({**file, "num_processes": 8, **sizes(cp_size=2, sp_size=2)})
+    assert both.defaults == LaunchDefaults(cp_size=2, sp_size=2)
+    assert both.settings == read(file).settings
+
+
+def test_only_a_size_of_1_that_is_written_is_meant(read: ReadLaunch) -> None:
+    """The environment says 1 of all sizes as soon as the file has one of them."""
+    assert read({**DDP, **sizes(cp_size=2)}).defaults.sp_size is None
+    assert read({**DDP, **sizes(cp_size=2, sp_size=1)}).defaults.sp_size == 1
+    assert read({**DDP, **sizes(sp_size=1)}, "--parallelism_config_sp_size", "2").defaults.sp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_processes"),
+    [
+        ({"dp_shard_size": 2}, 2),
+        ({"dp_shard_size": 4, "sp_size": 2}, 4),
+        ({"dp_shard_size": 4, "cp_size": 2}, 8),  # as Accelerate counts: cp shards too
+        ({"dp_shard_size": 2, "cp_size": 2, "sp_size": 2}, 8),
+        ({"dp_shard_size": 1, "dp_replicate_size": 1, "tp_size": 1}, 2),
+    ],
+)
+def test_dp_shard_size_may_say_what_happens_anyway(
+    read: ReadLaunch, fields: dict[str, Any], num_processes: int
+) -> None:
+    file = {**fsdp2(), "num_processes": num_processes, **sizes(**fields)}
+    assert read(file).settings == FSDP2Settings()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cp_size": 2, "cp_backend": "torch", "cp_comm_strategy": "allgather"},
+        {"cp_size": 2, "cp_comm_strategy": "alltoall"},
+        {"sp_size": 2, "sp_backend": "deepspeed", "sp_attn_implementation": "sdpa"},
+        {"sp_size": 2, "sp_seq_length": None, "sp_seq_length_is_variable": True},
+        {"sp_size": 1, "sp_attn_implementation": "sdpa", "cp_comm_strategy": "allgather"},
+    ],
+)
+def test_what_describes_accelerates_own_way_passes(read: ReadLaunch, fields: dict[str, Any]) -> None:
+    assert read({**DDP, **sizes(**fields)}).settings == DDPSettings()
 
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
@@ -467,7 +513,7 @@ FILE_REFUSALS = [
             {**fsdp2(), "parallelism_config": {f"parallelism_config_{name}": 2}},
             f"parallelism_config: {name} 2 ",
         )
-        for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
+        for name in ("dp_replicate_size", "tp_size")
     ),
 ]
 
@@ -478,6 +524,81 @@ def test_settings_for_any_engine_that_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         read(file)
+
+
+PARALLELISM_REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (fsdp2(), {"sp_size": 0}, "parallelism_config: sp_size 0 .*whole number of at least 1"),
+    (fsdp2(), {"dp_shard_size": -1}, "parallelism_config: dp_shard_size -1 .*whole number of at least 1"),
+    (zero_stage(2), {"dp_shard_size": "all"}, "parallelism_config: dp_shard_size all .*whole number"),
+    (DDP, {"dp_shard_size": 2}, "parallelism_config: dp_shard_size 2 .*DDP shards nothing"),
+    (fsdp2(), {"dp_shard_size": 3, "sp_size": 2}, "parallelism_config: dp_shard_size 3 .*set it to 1 or"),
+    (fsdp2(), {"dp_shard_size": 3}, "parallelism_config: dp_shard_size 3 .*set it to 2 or"),
+    (DDP, {"cp_size": 2, "cp_backend": "deepspeed"}, "parallelism_config: cp_backend deepspeed "),
+    (DDP, {"cp_size": 2, "cp_comm_strategy": "ring"}, "parallelism_config: cp_comm_strategy ring "),
+    (DDP, {"sp_backend": "torch"}, "parallelism_config: sp_backend torch "),
+    (DDP, {"sp_size": 2, "sp_seq_length": 64}, "parallelism_config: sp_seq_length 64 .*set max_length"),
+    (
+        DDP,
+        {"sp_size": 2, "sp_seq_length_is_variable": False},
+        "parallelism_config: sp_seq_length_is_variable False ",
+    ),
+    (
+        DDP,
+        {"sp_size": 2, "sp_attn_implementation": "flash_attention_2"},
+        "parallelism_config: sp_attn_implementation flash_attention_2 .*set attn_implementation",
+    ),
+    (
+        DDP,
+        {"sp_seq_length": 64},
+        "parallelism_config_sp_seq_length: does nothing without parallelism_config_sp_size above 1",
+    ),
+    (
+        DDP,
+        {"sp_size": 2, "cp_comm_strategy": "alltoall"},
+        "parallelism_config_cp_comm_strategy: does nothing without parallelism_config_cp_size above 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"), PARALLELISM_REFUSALS, ids=[m for *_, m in PARALLELISM_REFUSALS]
+)
+def test_settings_of_parallelism_that_are_refused(
+    read: ReadLaunch, file: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        read({**file, **sizes(**fields)})
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "fix"),
+    [
+        (DDP, ["--parallelism_config_sp_size=2"], "give the script --sp_size 2 instead"),
+        ({**DDP, **sizes(sp_size=2)}, ["--multi_gpu"], "give the script --sp_size 2 instead"),
+        ({**DDP, **sizes(cp_size=4)}, ["--use_deepspeed", "--zero_stage=2"], "give the script --cp_size 4 "),
+        ({**DDP, **sizes(tp_size=2)}, ["--multi_gpu"], "remove it"),
+        (
+            {**BASE, "distributed_type": "NO", "num_processes": 1, **sizes(sp_size=2)},
+            [],
+            "give the script --sp_size 2 instead",
+        ),
+    ],
+)
+def test_sizes_that_accelerate_drops(
+    read: ReadLaunch, file: dict[str, Any], flags: list[str], fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^parallelism_config: .*, which Accelerate drops in .*{fix}"):
+        read(file, *flags)
+
+
+def test_sizes_of_1_may_be_dropped(read: ReadLaunch) -> None:
+    assert read({**DDP, **sizes(sp_size=1)}, "--multi_gpu").defaults == LaunchDefaults()
+
+
+def test_sizes_as_flags_without_a_file() -> None:
+    arguments = ["--multi_gpu", "--num_processes", "2", "--parallelism_config_cp_size", "2", "train.py"]
+    with pytest.raises(ConfigError, match="^parallelism_config: the launch command asks for cp_size 2, "):
+        read_launch(environment_of(arguments), arguments)
 
 
 def test_fp8_is_refused() -> None:
@@ -632,6 +753,15 @@ def test_a_flag_fills_or_repeats_but_never_contradicts_the_file() -> None:
         settle(SFTConfig(gradient_accumulation_steps=2), file)
     with pytest.raises(ConfigError, match="^max_grad_norm: 0.0 contradicts 0.5 "):
         settle(SFTConfig(max_grad_norm=0.0), file)
+
+
+def test_sizes_of_the_sequence_group_are_settled_alike() -> None:
+    settled = settle(SFTConfig(cp_size=2), LaunchDefaults(sp_size=4))
+    assert (settled.cp_size, settled.sp_size) == (2, 4)
+    settled = settle(SFTConfig(), LaunchDefaults())
+    assert (settled.cp_size, settled.sp_size) == (1, 1)
+    with pytest.raises(ConfigError, match="^sp_size: 2 contradicts 1 in the Accelerate "):
+        settle(SFTConfig(sp_size=2), LaunchDefaults(sp_size=1))
 
 
 def test_auto_is_no_value() -> None:

@@ -127,6 +127,11 @@ def test_flags(argv, expected):
             ["--lr", "1"],
             "--lr: 1; there is no such setting; did you mean learning_rate? (--help lists all)",
         ),
+        (
+            ["--dp_size", "2"],
+            "--dp_size: 2; there is no such setting; it is what sp_size and cp_size leave of num_processes "
+            "(--help lists all)",
+        ),
         (["--zzz"], "--zzz: (no value); there is no such setting (--help lists all)"),
         (
             ["--max_len", "3"],
@@ -299,6 +304,8 @@ def test_dump_keeps_every_setting(tmp_path):
         max_tokens_per_batch=70,
         per_device_eval_batch_size=3,
         gradient_accumulation_steps=2,
+        sp_size=2,
+        cp_size=4,
         optim="sgd",
         learning_rate=1e-3,
         lr_scheduler_type="linear",
