@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +18,9 @@ AXES = ("pp", "dp", "cp", "sp", "tp")
 
 BATCH_AXES = ("dp", "cp", "sp")
 """Ranks along these axes hold the same weights: to an engine they are all data-parallel ranks."""
+
+SEQUENCE_AXES = ("cp", "sp")
+"""Ranks along these axes share one stream."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,19 @@ class Layout:
     def sp_group(self) -> dist.ProcessGroup:
         """Ranks that differ in `sp_rank` alone."""
         return self.mesh["sp"].get_group()
+
+    @cached_property
+    def sequence_group(self) -> dist.ProcessGroup:
+        """All ranks that share a stream."""
+        if self.sequence_size == self.world_size:
+            return self.batch_group
+        return self.mesh[SEQUENCE_AXES]._flatten("sequence").get_group()
+
+    def shard(self, batch: Mapping[str, Any], *, num_items_in_batch: int | None = None) -> dict[str, Any]:
+        """This rank's part of an ordinary batch, as keyword arguments of a model call; see `shard_batch`."""
+        from hfpar.parallel.batch import shard_batch
+
+        return shard_batch(batch, self, num_items_in_batch=num_items_in_batch)
 
     @cached_property
     def batch_group(self) -> dist.ProcessGroup:
