@@ -14,21 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hfpar.attention import varlen
+from hfpar.attention import segments, tiles, varlen
 from hfpar.attention.placement import Pair
+from hfpar.attention.segments import VarlenBackward, VarlenForward, plan_segments
+from hfpar.attention.tiles import is_causal_square, sees_everything
 from hfpar.attention.varlen import Scores
 from hfpar.errors import ConfigError
 
-MAX_SCORES = 2**22
-"""Scores, over all heads, that `eager` holds at once."""
-WINDOW_ROWS = (64, 512)
-"""Fewest and most queries of a tile where `sdpa` needs a mask; in between, the window's size."""
-
+Refusal = Callable[[Tensor, Tensor, Scores], str | None]
 Forward = Callable[[Tensor, Tensor, Tensor, Sequence[Pair], Scores, Tensor, Tensor], None]
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Pair], Scores, Tensor], tuple[Tensor, Tensor]
@@ -44,6 +42,8 @@ class BlockKernel:
     """
 
     name: str
+    refusal: Refusal
+    """(query, value, scores) -> why this kernel can't compute that, or None."""
     forward: Forward
     """(query, key, value, pairs, scores, out, lse): merges into out (at first 0) and lse (at first -inf) in place,
     both fp32."""
@@ -61,94 +61,17 @@ def choose_block_kernel(
         ConfigError: it can't.
     """
     scores = replace(scores, sinks=None)
-    if attn_implementation == "auto":
-        return SDPA if sdpa_refusal(query, value, scores) is None else EAGER
-    if attn_implementation == "eager":
-        return EAGER
-    kernel, refusal = SDPA, sdpa_refusal
-    reason = refusal(query, value, scores)
-    if reason:
-        raise ConfigError(f"attn_implementation: {attn_implementation} can't compute {reason}; use auto")
-    return kernel
-
-
-def sdpa_refusal(query: Tensor, value: Tensor, scores: Scores) -> str | None:
-    """Why `SDPA` can't compute this, or None."""
-    if query.device.type != "cpu":
-        return f"a ring's steps on {query.device.type}"
-    if query.shape[-1] != value.shape[-1]:
-        return f"head sizes {query.shape[-1]} and {value.shape[-1]} in a ring"
-    return varlen.sdpa_refusal(query, value, scores)
-
-
-# Cutting pairs. A part of a pair is a pair.
-
-
-def sees_everything(pair: Pair, window: int | None) -> bool:
-    """Whether every query of the pair sees every key."""
-    num_keys = pair.key_stop - pair.key_start
-    last = pair.query_stop - pair.query_start - 1
-    return pair.offset >= num_keys - 1 and (window is None or last + pair.offset < window)
-
-
-def is_causal_square(pair: Pair, window: int | None) -> bool:
-    """Whether the pair is a piece against itself, without a window that binds."""
-    num_queries = pair.query_stop - pair.query_start
-    return (
-        pair.offset == 0
-        and pair.key_stop - pair.key_start == num_queries
-        and (window is None or num_queries <= window)
-    )
-
-
-def part(pair: Pair, first: int, last: int, window: int | None) -> Pair:
-    """Queries [first, last) of the pair and those of its keys that they see."""
-    num_keys = pair.key_stop - pair.key_start
-    begin = 0 if window is None else max(0, first + pair.offset - window + 1)
-    end = min(num_keys, last + pair.offset)
-    return Pair(
-        pair.query_start + first,
-        pair.query_start + last,
-        pair.key_start + begin,
-        pair.key_start + end,
-        pair.offset + first - begin,
-    )
-
-
-def row_tiles(pair: Pair, window: int | None, num_rows: int) -> list[Pair]:
-    """Tiles of that many queries, each with the keys that it sees."""
-    num_queries = pair.query_stop - pair.query_start
-    return [
-        part(pair, first, min(first + num_rows, num_queries), window)
-        for first in range(0, num_queries, num_rows)
-    ]
-
-
-def without_mask(pair: Pair) -> list[Pair]:
-    """A pair without a window as at most one causal square and two rectangles where all see all."""
-    if sees_everything(pair, None) or is_causal_square(pair, None):
-        return [pair]
-    num_queries, num_keys = pair.query_stop - pair.query_start, pair.key_stop - pair.key_start
-    square = min(num_queries, num_keys - pair.offset)
-    edge = pair.key_start + pair.offset
-    tiles = [Pair(pair.query_start, pair.query_start + square, edge, edge + square, 0)]
-    if pair.offset:  # keys before the first query's own place
-        tiles.append(replace(pair, key_stop=edge))
-    if square < num_queries:  # queries after the last key's
-        tiles.append(Pair(pair.query_start + square, pair.query_stop, edge, pair.key_stop, square))
-    return tiles
-
-
-def sdpa_tiles(pair: Pair, window: int | None) -> list[Pair]:
-    """A pair as what the fused kernel does without a mask, and small tiles where a window begins inside."""
-    num_queries = pair.query_stop - pair.query_start
-    free = num_queries if window is None else min(max(0, window - pair.offset), num_queries)
-    if sees_everything(pair, window) or free == num_queries:
-        return without_mask(pair)
-    assert window is not None
-    rows = min(max(window, WINDOW_ROWS[0]), WINDOW_ROWS[1])
-    tiles = without_mask(part(pair, 0, free, None)) if free else []
-    return tiles + row_tiles(part(pair, free, num_queries, window), window, rows)
+    for kernel in KERNELS:
+        if attn_implementation in ("auto", kernel.name):
+            reason = kernel.refusal(query, value, scores)
+            if reason is None:
+                return kernel
+            if attn_implementation != "auto":
+                raise ConfigError(
+                    f"attn_implementation: {attn_implementation} can't compute {reason} under cp_size > 1; use auto"
+                )
+    names = ", ".join(["auto", *(kernel.name for kernel in KERNELS)])
+    raise ConfigError(f"attn_implementation: {attn_implementation} isn't one of {names}")
 
 
 def hidden(tile: Pair, window: int | None, device: torch.device) -> Tensor | None:
@@ -172,6 +95,14 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
 
 # Torch's fused CPU kernel
+
+
+def _sdpa_refusal(query: Tensor, value: Tensor, scores: Scores) -> str | None:
+    if query.device.type != "cpu":
+        return f"a {query.device.type} tensor"
+    if query.shape[-1] != value.shape[-1]:
+        return f"head sizes {query.shape[-1]} and {value.shape[-1]}"
+    return varlen.sdpa_refusal(query, value, scores)
 
 
 def _sdpa_forward(
@@ -234,7 +165,7 @@ def _sdpa_backward(
 
 
 def _all_sdpa_tiles(pairs: Sequence[Pair], scores: Scores) -> list[Pair]:
-    return [tile for pair in pairs for tile in sdpa_tiles(pair, scores.sliding_window)]
+    return [tile for pair in pairs for tile in tiles.sdpa_tiles(pair, scores.sliding_window)]
 
 
 def _float_mask(tile: Pair, scores: Scores, query: Tensor) -> Tensor | None:
@@ -318,22 +249,94 @@ def _logits(query: Tensor, key: Tensor, tile: Pair, scores: Scores) -> Tensor:
 
 
 def _all_eager_tiles(pairs: Sequence[Pair], scores: Scores, num_heads: int) -> list[Pair]:
-    tiles = []
-    window = scores.sliding_window
-    for pair in pairs:
-        num_rows = eager_rows(pair.key_stop - pair.key_start, window, num_heads)
-        tiles += row_tiles(pair, window, num_rows)
-    return tiles
+    return [tile for pair in pairs for tile in tiles.eager_tiles(pair, scores.sliding_window, num_heads)]
 
 
-def eager_rows(num_keys: int, window: int | None, num_heads: int) -> int:
-    """As many queries as keep a tile within `MAX_SCORES`; at least one."""
-    area = MAX_SCORES // num_heads
-    rows = area // num_keys
-    if window is not None:  # n queries see at most n + window - 1 keys: n * (n + window - 1) <= area
-        rows = max(rows, (isqrt((window - 1) ** 2 + 4 * area) - (window - 1)) // 2)
-    return max(1, rows)
+# Variable-length kernels
 
 
-EAGER = BlockKernel("eager", _eager_forward, _eager_backward)
-SDPA = BlockKernel("sdpa", _sdpa_forward, _sdpa_backward)
+def varlen_kernel(
+    name: str, refusal: Refusal, forward: VarlenForward, backward: VarlenBackward
+) -> BlockKernel:
+    """A kernel that computes all pairs in a few calls of a varlen function."""
+    return BlockKernel(name, refusal, partial(_varlen_forward, forward), partial(_varlen_backward, backward))
+
+
+def _varlen_forward(
+    call: VarlenForward,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: Sequence[Pair],
+    scores: Scores,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    for plan in plan_segments(tuple(pairs), scores.sliding_window, query.device):
+        q = _gather(query, plan.query_index)
+        k, v = _gather(key, plan.key_index), _gather(value, plan.key_index)
+        call_out, call_lse = call(q, k, v, plan, scores)
+        call_out = call_out.transpose(0, 1)[None]  # [T, H, Dv] -> [1, H, T, Dv]
+        for rows, index in plan.rounds:
+            part_out, part_lse = out[:, :, index], lse[:, :, index]  # views for a slice, else copies
+            merge(part_out, part_lse, call_out[:, :, rows], call_lse[None, :, rows])
+            if isinstance(index, Tensor):
+                out[:, :, index], lse[:, :, index] = part_out, part_lse
+
+
+def _varlen_backward(
+    call: VarlenBackward,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pairs: Sequence[Pair],
+    scores: Scores,
+    grad_query: Tensor,
+) -> tuple[Tensor, Tensor]:
+    grad_key = torch.zeros_like(key, dtype=grad_query.dtype)
+    grad_value = torch.zeros_like(value, dtype=grad_query.dtype)
+    grad_out, out = grad_out.to(query.dtype), out.to(query.dtype)
+    for plan in plan_segments(tuple(pairs), scores.sliding_window, query.device):
+        queries, keys = plan.query_index, plan.key_index
+        shares = call(
+            _gather(grad_out, queries),
+            _gather(query, queries),
+            _gather(key, keys),
+            _gather(value, keys),
+            _gather(out, queries),
+            lse[0, :, queries].contiguous(),
+            plan,
+            scores,
+        )
+        _add(grad_query, queries, shares[0])
+        _add(grad_key, keys, shares[1])
+        _add(grad_value, keys, shares[2])
+    return grad_key, grad_value
+
+
+def _gather(states: Tensor, index: Tensor | slice) -> Tensor:
+    """The rows at `index`: [1, H, C, D] -> [T, H, D]."""
+    rows = states[0].transpose(0, 1)
+    return (rows[index] if isinstance(index, slice) else rows.index_select(0, index)).contiguous()
+
+
+def _add(states: Tensor, index: Tensor | slice, share: Tensor) -> None:
+    """Add [T, H, D] to the rows of [1, H, C, D] that it belongs to; a row may occur more than once."""
+    rows = states[0].transpose(0, 1)
+    if isinstance(index, slice):
+        rows[index] += share
+    else:
+        rows.index_add_(0, index, share.to(states.dtype))
+
+
+EAGER = BlockKernel("eager", lambda query, value, scores: None, _eager_forward, _eager_backward)
+SDPA = BlockKernel("sdpa", _sdpa_refusal, _sdpa_forward, _sdpa_backward)
+VARLEN = varlen_kernel("varlen", segments.torch_refusal, segments.torch_forward, segments.torch_backward)
+FLASH_ATTENTION_2 = varlen_kernel(
+    "flash_attention_2", segments.flash_refusal, segments.flash_forward, segments.flash_backward
+)
+KERNELS = (FLASH_ATTENTION_2, VARLEN, SDPA, EAGER)
+"""Fastest first; the last does everything."""
