@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 _BALANCED = 1.02
-"""Largest over mean attention work at which no further document is cut."""
+"""Largest over mean attention work that needs no more cuts."""
+
+_TRIES = 12
+"""Limits to try. Streams of few tokens, whose work can't be even, would otherwise be cut to crumbs."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,12 @@ def place(lengths: Sequence[int], cp_size: int, multiple_of: int) -> Placement:
     """Spread a stream's documents over the ranks of a ring.
 
     The stream is padded to the next multiple of `cp_size * multiple_of` tokens, and every ring rank holds
-    exactly 1/cp_size of it. The longest documents are cut into 2 * cp_size pieces, of which rank r holds the
-    r-th from the start and the r-th from the end: equally many tokens and, causally, the same work. The others
-    are dealt whole, longest first, each to the rank with the least work that has room for it; one that fits
-    nowhere is cut to fill what room is left. As few documents are cut as even work allows.
+    exactly 1/cp_size of it. Documents are dealt longest first, each to the rank with the least work that has room
+    for it. One that is too long for that, or too much work, is shared by as few ranks as can take it: cut into
+    twice as many pieces, of which the first rank holds the first and the last, the next one those next to them,
+    and so on, so that each has as many tokens as the others and, causally, as much work. A short one that
+    fits nowhere is cut to fill what room is left. How much work is too much is the mean work of a rank, or, if
+    that leaves some rank with 2 % more work than the mean, ever less.
 
     A rank's padding is a document of its own, the last it holds, so no rank looks at another's padding.
 
@@ -168,10 +173,10 @@ def ring_steps(placement: Placement, cp_rank: int, window: int | None) -> tuple[
 def ring_tokens(placement: Placement, window: int | None) -> list[int]:
     """Return how many tokens each ring rank receives over all steps.
 
-    Of one document of T tokens, cut into 2 * cp_size pieces, and without a window, rank r needs one piece of
-    every rank before it and both of every rank after it: `(2 * (cp_size - 1) - r) * T / (2 * cp_size)` tokens,
-    on average `0.75 * (cp_size - 1) * T / cp_size`. A ring that passes whole blocks round moves
-    `(cp_size - 1) * T / cp_size`.
+    Of one document of T tokens that all ranks share, without a window, rank r needs one piece, T / (2 * cp_size)
+    tokens, of every rank before it and both of every rank after it: `(2 * (cp_size - 1) - r) * T / (2 * cp_size)`,
+    on average `0.75 * (cp_size - 1) * T / cp_size`. In a ring that passes whole blocks round, each rank receives
+    `(cp_size - 1) * T / cp_size`, whatever the documents.
     """
     held = [_by_document(placement, rank) for rank in range(placement.cp_size)]
     return [
@@ -218,98 +223,105 @@ class _Ranks:
     room: list[int]
     work: list[int]
     held: list[list[_Held]]
-    turn: int = field(default=0)
-    """Rank that gets the next odd token."""
-
-    def copy(self) -> _Ranks:
-        return _Ranks([*self.room], [*self.work], [[*held] for held in self.held], self.turn)
-
-    def give(self, rank: int, document: int, position: int, length: int) -> None:
-        self.room[rank] -= length
-        self.work[rank] += _work(position, length)
-        self.held[rank].append((document, position, length))
-
-    def cut(self, document: int, length: int) -> None:
-        """Give every rank its two pieces of a document.
-
-        The odd tokens go round, on from where those of the document before ended, so that the ranks' numbers of
-        tokens never differ by more than one.
-        """
-        size = len(self.room)
-        base, odd = divmod(length, 2 * size)
-        sizes = [base] * (2 * size)
-        for count in range(odd):
-            rank = (self.turn + count) % size
-            sizes[rank if count < size else 2 * size - 1 - rank] += 1
-        self.turn = (self.turn + odd) % size
-        position = 0
-        for number, part in enumerate(sizes):
-            if part:
-                self.give(min(number, 2 * size - 1 - number), document, position, part)
-            position += part
-
-    def deal(self, lengths: Sequence[int], documents: Sequence[int]) -> None:
-        """Give each document, in this order, to the rank with the least work that has room; cut the rest."""
-        left = []
-        room, work = self.room, self.work
-        for document in documents:
-            length = lengths[document]
-            best = -1
-            for rank, free in enumerate(room):
-                if free >= length and (best < 0 or work[rank] < work[best]):
-                    best = rank
-            if best < 0:
-                left.append(document)
-            else:
-                self.give(best, document, 0, length)
-        for document in left:
-            self.fill(document, lengths[document])
-
-    def fill(self, document: int, length: int) -> None:
-        """Cut a document to as few ranks as have room for it together; its end, most work, to the idlest."""
-        chosen = []
-        missing = length
-        for rank in sorted(range(len(self.room)), key=lambda rank: -self.room[rank]):
-            part = min(missing, self.room[rank])
-            if part:
-                chosen.append((rank, part))
-                missing -= part
-        position = 0
-        for rank, part in sorted(chosen, key=lambda item: -self.work[item[0]]):
-            self.give(rank, document, position, part)
-            position += part
+    backwards: bool = False
+    """Whether the next shared document begins at the last of its ranks."""
 
     @property
     def balance(self) -> float:
         """Largest over mean work."""
         return max(self.work) * len(self.work) / max(sum(self.work), 1)
 
+    def give(self, rank: int, document: int, position: int, length: int) -> None:
+        self.room[rank] -= length
+        self.work[rank] += _work(position, length)
+        self.held[rank].append((document, position, length))
+
+    def take_whole(self, document: int, length: int) -> bool:
+        """Give a document to the rank with the least work that has room for it, if any."""
+        best = -1
+        for rank, room in enumerate(self.room):
+            if room >= length and (best < 0 or self.work[rank] < self.work[best]):
+                best = rank
+        if best >= 0:
+            self.give(best, document, 0, length)
+        return best >= 0
+
+    def idlest(self, count: int, length: int) -> list[int]:
+        """Return the `count` ranks with the least work that can hold so long a document together, or none."""
+        least, odd = divmod(length, count)
+        ranks = [rank for rank, room in enumerate(self.room) if room >= least]
+        ranks = sorted(ranks, key=self.work.__getitem__)[:count]
+        fit = len(ranks) == count and sum(self.room[rank] > least for rank in ranks) >= odd
+        return sorted(ranks) if fit else []
+
+    def share(self, document: int, length: int, ranks: Sequence[int]) -> None:
+        """Give each rank two pieces of a document, one as far from its start as the other from its end.
+
+        Those who hold its middle receive the least. So ranks take the other order every time, and of two equal
+        documents each receives as much as the others do, at every distance.
+        """
+        if self.backwards:
+            ranks = ranks[::-1]
+        self.backwards = not self.backwards
+        least, odd = divmod(length, len(ranks))
+        sizes = dict.fromkeys(ranks, least)
+        # Odd tokens go where most room is left, so that ranks which take part in everything fill up evenly.
+        for rank in sorted(ranks, key=lambda rank: -self.room[rank])[:odd]:
+            sizes[rank] += 1
+        halves = [(rank, (sizes[rank] + 1) // 2) for rank in ranks]
+        halves += [(rank, sizes[rank] // 2) for rank in reversed(ranks)]
+        self.lay(document, halves)
+
+    def fill(self, document: int, length: int) -> None:
+        """Give a document to the few ranks with the most room; its end, the most work, to the idlest."""
+        parts = []
+        for rank in sorted(range(len(self.room)), key=lambda rank: -self.room[rank]):
+            parts.append((rank, min(length, self.room[rank])))
+            length -= parts[-1][1]
+        parts.sort(key=lambda part: -self.work[part[0]])
+        self.lay(document, parts)
+
+    def lay(self, document: int, parts: Iterable[tuple[int, int]]) -> None:
+        """Give out a document from its start: (rank, length)."""
+        position = 0
+        for rank, length in parts:
+            if length:
+                self.give(rank, document, position, length)
+            position += length
+
 
 def _deal(lengths: Sequence[int], cp_size: int, per_rank: int) -> _Ranks:
-    """Cut the longest documents, as few as it takes to even out the work, and deal the others whole."""
+    """Deal with ever lower limits to a rank's work on one document, until the work is even; else the most even."""
     order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
-    work_of = [_work(0, lengths[document]) for document in order]
-    most = _BALANCED * sum(work_of) / cp_size
-    cut = _Ranks([per_rank] * cp_size, [0] * cp_size, [[] for _ in range(cp_size)])
-    best: _Ranks | None = None
-    first = following = -1
-    for count in range(len(order) + 1):
-        whole = order[count:]
-        # Whether a first look at the longest that would stay whole leaves any hope; always when all are cut.
-        hopeful = not whole or (lengths[whole[0]] <= per_rank and min(cut.work) + work_of[count] <= most)
-        if hopeful and (count >= following or not whole):
-            first = count if first < 0 else first
-            following = count + 1 + (count - first) // 2  # ever fewer tries, for streams of many documents
-            ranks = cut.copy()
-            ranks.deal(lengths, whole)
-            if best is None or ranks.balance < best.balance:
-                best = ranks
-            if best.balance <= _BALANCED:
+    limit = int(_BALANCED * sum(_work(0, length) for length in lengths) / cp_size)
+    tried: list[_Ranks] = []
+    while not tried or (len(tried) < _TRIES and limit and tried[-1].balance > _BALANCED):
+        tried.append(_deal_once(lengths, order, cp_size, per_rank, max(1, limit)))
+        limit = limit * 2 // 3
+    return min(tried, key=lambda ranks: ranks.balance)
+
+
+def _deal_once(
+    lengths: Sequence[int], order: Sequence[int], cp_size: int, per_rank: int, limit: int
+) -> _Ranks:
+    """Give each document, in this order, to as few ranks as have room and keep each one's work on it in the limit."""
+    ranks = _Ranks([per_rank] * cp_size, [0] * cp_size, [[] for _ in range(cp_size)])
+    left = []
+    for document in order:
+        length = lengths[document]
+        work = _work(0, length)
+        if work <= limit and ranks.take_whole(document, length):
+            continue
+        for count in range(min(max(2, -(-work // limit)), cp_size), cp_size + 1):
+            chosen = ranks.idlest(count, length)
+            if chosen:
+                ranks.share(document, length, chosen)
                 break
-        if whole:
-            cut.cut(whole[0], lengths[whole[0]])
-    assert best is not None  # the last try cuts all documents
-    return best
+        else:
+            left.append(document)
+    for document in left:
+        ranks.fill(document, lengths[document])
+    return ranks
 
 
 _Placed = tuple[int, Piece]
