@@ -53,6 +53,7 @@ def ring_attention(
     ring: Ring,
     scores: Scores,
     kernel: BlockKernel,
+    kv_of_query: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to all keys of their documents, wherever these are.
 
@@ -64,11 +65,14 @@ def ring_attention(
         ring: this rank's place.
         scores: sinks included.
         kernel: computes one step.
+        kv_of_query: [H], the key-value head of each query head; None: each has equally many, in order. Heads
+            travel once, however many queries use them.
 
     Returns:
         [1, C, H, Dv].
     """
-    output: Tensor = _RingAttention.apply(query, key, value, scores.sinks, steps, ring, scores, kernel)
+    arguments = (query, key, value, scores.sinks, steps, ring, scores, kernel, kv_of_query)
+    output: Tensor = _RingAttention.apply(*arguments)
     return output
 
 
@@ -84,11 +88,13 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring,
         scores: Scores,
         kernel: BlockKernel,
+        kv_of_query: Tensor | None,
     ) -> Tensor:
         _, num_heads, num_tokens, _ = query.shape
         out = query.new_zeros(1, num_heads, num_tokens, value.shape[-1], dtype=torch.float32)
         lse = query.new_full((1, num_heads, num_tokens), float("-inf"), dtype=torch.float32)
         for step, (keys, values) in zip(steps, _visits(key, value, steps, ring), strict=True):
+            keys, values = repeat_kv_heads(keys, kv_of_query), repeat_kv_heads(values, kv_of_query)
             kernel.forward(query, keys, values, step.pairs, scores, out, lse)
         if sinks is not None:
             # One more key without a value: it takes its share of every row's weights.
@@ -99,6 +105,7 @@ class _RingAttention(torch.autograd.Function):
         output.copy_(out.transpose(1, 2))  # [1, H, C, Dv] -> [1, C, H, Dv]
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.steps, ctx.ring, ctx.scores, ctx.kernel = steps, ring, scores, kernel
+        ctx.kv_of_query = kv_of_query
         return output
 
     @staticmethod
@@ -111,14 +118,16 @@ class _RingAttention(torch.autograd.Function):
         grad_value = torch.zeros_like(value, dtype=torch.float32)
         returning: list[_Return] = []
         for step, (keys, values) in zip(steps, _visits(key, value, steps, ring), strict=True):
+            keys, values = repeat_kv_heads(keys, ctx.kv_of_query), repeat_kv_heads(values, ctx.kv_of_query)
             shares = ctx.kernel.backward(
                 grad_output, query, keys, values, output, lse, step.pairs, ctx.scores, grad_query
             )
+            of_key, of_value = (_sum_repeated(share, ctx.kv_of_query, key.shape[1]) for share in shares)
             if step.distance:
-                returning.append(_Return.start(step, shares[0].to(key.dtype), shares[1].to(key.dtype), ring))
+                returning.append(_Return.start(step, of_key.to(key.dtype), of_value.to(key.dtype), ring))
             else:
-                grad_key += shares[0]
-                grad_value += shares[1]
+                grad_key += of_key
+                grad_value += of_value
         for shares_of_mine in returning:
             shares_of_mine.add_to(grad_key, grad_value)
         grad_sinks = None
@@ -127,7 +136,20 @@ class _RingAttention(torch.autograd.Function):
             weight = (sinks.float().view(1, -1, 1) - lse).exp()
             grad_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
         gradients = (grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype))
-        return *gradients, grad_sinks, None, None, None, None
+        return *gradients, grad_sinks, None, None, None, None, None
+
+
+def repeat_kv_heads(states: Tensor, kv_of_query: Tensor | None) -> Tensor:
+    """[1, Hkv, C, D] -> [1, H, C, D]: each query's own copy; nothing to do where these heads group evenly."""
+    return states if kv_of_query is None else states.index_select(1, kv_of_query)
+
+
+def _sum_repeated(gradient: Tensor, kv_of_query: Tensor | None, num_kv_heads: int) -> Tensor:
+    """The gradient of `repeat_kv_heads`: [1, H, C, D] -> [1, Hkv, C, D]."""
+    if kv_of_query is None:
+        return gradient
+    shape = (1, num_kv_heads, *gradient.shape[2:])
+    return gradient.new_zeros(shape).index_add_(1, kv_of_query, gradient)
 
 
 def _visits(key: Tensor, value: Tensor, steps: Sequence[Step], ring: Ring) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hfpar.attention import ulysses
 from hfpar.attention.blocks import choose_block_kernel
 from hfpar.attention.placement import Placement, Step, ring_steps
-from hfpar.attention.ring import Ring, ring_attention
+from hfpar.attention.ring import Ring, repeat_kv_heads, ring_attention
 from hfpar.attention.varlen import Documents, Kernel, Scores
 
 
@@ -91,14 +91,12 @@ def sharded_attention(
     heads = ulysses.split_heads(query.shape[1], key.shape[1], sharding.sp_size)
     sp_rank = dist.get_rank(sharding.sp_group)
     query, key, value = ulysses.gather_tokens(query, key, value, heads, sharding.sp_group)
-    kv_of_query = heads.kv_of_query(sp_rank)
-    if kv_of_query is not None:
-        index = torch.tensor(kv_of_query, device=key.device)
-        key, value = key.index_select(1, index), value.index_select(1, index)
+    used = heads.kv_of_query(sp_rank)
+    kv_of_query = None if used is None else torch.tensor(used, device=key.device)
     if scores.sinks is not None:
         scores = replace(scores, sinks=scores.sinks[slice(*heads.query[sp_rank])])
     output = _attend(
-        query, key, value, sharding, cu_seqlens, scores, attn_implementation, choose_local_kernel
+        query, key, value, sharding, cu_seqlens, scores, attn_implementation, choose_local_kernel, kv_of_query
     )
     return ulysses.scatter_tokens(output, heads, sharding.sp_group)
 
@@ -112,11 +110,13 @@ def _attend(
     scores: Scores,
     attn_implementation: str,
     choose_local_kernel: ChooseKernel,
+    kv_of_query: Tensor | None = None,
 ) -> Tensor:
     """[1, h, C, D] -> [1, C, h, Dv], for the C tokens of this ring rank."""
     if sharding.cp_group is not None:
         kernel = choose_block_kernel(attn_implementation, query, value, scores)
         steps = sharding.steps(scores.sliding_window)
-        return ring_attention(query, key, value, steps, sharding.ring, scores, kernel)
+        return ring_attention(query, key, value, steps, sharding.ring, scores, kernel, kv_of_query)
+    key, value = repeat_kv_heads(key, kv_of_query), repeat_kv_heads(value, kv_of_query)
     documents = Documents(cu_seqlens, sharding.placement.lengths)
     return choose_local_kernel(query, value, scores)(query, key, value, documents, scores)

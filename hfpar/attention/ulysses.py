@@ -7,10 +7,10 @@ Bytes that a rank sends in a layer, with t local tokens, of which the others get
 
     forward    e * t * sum over other ranks r of (hq_r * D + hk_r * (D + Dv))     q, k and v
              + e * t * (sp - 1) * hq * Dv                                         the output
-    backward   the same again: gradients go back where values came from
+    backward   what it received forward: gradients go back where values came from
 
 hq_r and hk_r are the query and key-value heads of rank r, see `split_heads`. With counts that divide, that is
-e * t * (sp - 1) / sp * (H * D + Hkv * (D + Dv) + H * Dv), whatever T is.
+e * t * (sp - 1) / sp * (H * D + Hkv * (D + Dv) + H * Dv) either way, whatever T is.
 """
 
 from __future__ import annotations
