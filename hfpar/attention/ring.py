@@ -116,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         grad_key = torch.zeros_like(key, dtype=torch.float32)
         grad_value = torch.zeros_like(value, dtype=torch.float32)
-        returning: list[_Return] = []
+        returning: _Return | None = None
         for step, (keys, values) in zip(steps, _visits(key, value, steps, ring), strict=True):
             keys, values = repeat_kv_heads(keys, ctx.kv_of_query), repeat_kv_heads(values, ctx.kv_of_query)
             shares = ctx.kernel.backward(
