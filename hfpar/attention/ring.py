@@ -123,13 +123,15 @@ class _RingAttention(torch.autograd.Function):
                 grad_output, query, keys, values, output, lse, step.pairs, ctx.scores, grad_query
             )
             of_key, of_value = (_sum_repeated(share, ctx.kv_of_query, key.shape[1]) for share in shares)
-            if step.distance:
-                returning.append(_Return.start(step, of_key.to(key.dtype), of_value.to(key.dtype), ring))
-            else:
+            if not step.distance:
                 grad_key += of_key
                 grad_value += of_value
-        for shares_of_mine in returning:
-            shares_of_mine.add_to(grad_key, grad_value)
+                continue
+            if returning is not None:  # one at a time: all together would be as large as the whole stream
+                returning.add_to(grad_key, grad_value)
+            returning = _Return.start(step, of_key.to(key.dtype), of_value.to(key.dtype), ring)
+        if returning is not None:
+            returning.add_to(grad_key, grad_value)
         grad_sinks = None
         if sinks is not None:
             delta = (grad_output.float() * output.float()).sum(-1)  # [1, H, C]
