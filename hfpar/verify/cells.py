@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,7 @@ DEFAULT_LAYOUTS = "dp2"
 
 _LAYOUT = re.compile(r"(?:(?:pp|dp|cp|sp|tp)[1-9][0-9]*)+")
 _AXIS = re.compile(r"([a-z]+)([0-9]+)")
-_NOT_YET = {
-    "pp": "pipeline parallelism",
-    "cp": "ring (context) parallelism",
-    "sp": "Ulysses (sequence) parallelism",
-    "tp": "tensor parallelism",
-}
+_NOT_YET = {"pp": "pipeline parallelism", "tp": "tensor parallelism"}
 
 Status = Literal["pass", "refused", "fail"]
 
@@ -38,9 +34,9 @@ class Cell:
     batching: str
 
     @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks: all processes of the layouts that exist."""
-        return layout_sizes(self.layout).get("dp", 1)
+    def world_size(self) -> int:
+        """Processes."""
+        return math.prod(layout_sizes(self.layout).values())
 
     def __str__(self) -> str:
         """The row's name, as in progress and messages."""
@@ -94,7 +90,7 @@ class Result:
 
 
 def layout_sizes(layout: str) -> dict[str, int]:
-    """`dp2` -> {"dp": 2}; axes that aren't named have one rank."""
+    """`dp2cp4` -> {"dp": 2, "cp": 4}, in any order; axes that aren't named have one rank."""
     return {axis: int(size) for axis, size in _AXIS.findall(layout)}
 
 
@@ -102,7 +98,9 @@ def layout_refusal(layout: str) -> str | None:
     """Why hfpar doesn't run this layout, or None."""
     for axis, size in layout_sizes(layout).items():
         if size > 1 and axis in _NOT_YET:
-            return f"{axis}_size {size}: {_NOT_YET[axis]} isn't supported yet; use a dp layout, such as dp2"
+            return (
+                f"{axis}_size {size}: {_NOT_YET[axis]} isn't supported yet; use dp, cp and sp, such as dp2sp2"
+            )
     return None
 
 
@@ -127,14 +125,15 @@ def _choose(option: str, text: str, allowed: Sequence[str] | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise ConfigError(
-            f"--{option}: names nothing; allowed: {', '.join(allowed or ['dp2', 'dp4', '...'])}"
+            f"--{option}: names nothing; allowed: {', '.join(allowed or ['dp2', 'sp4', 'dp2cp2', '...'])}"
         )
     for name in names:
         if allowed is None:
             axes = [axis for axis, _ in _AXIS.findall(name)]
             if not _LAYOUT.fullmatch(name) or len(set(axes)) != len(axes):
                 raise ConfigError(
-                    f"--{option}: {name} is no layout; allowed: dp and a number of processes, such as dp2"
+                    f"--{option}: {name} is no layout; allowed: dp, cp and sp, each with its number of ranks, such as "
+                    "dp2 or cp2sp2"
                 )
         elif name not in allowed:
             near = did_you_mean(name, list(allowed))

@@ -68,7 +68,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "norm, every gradient and every updated parameter with one plain process. All lists are comma-separated.",
     )
     parser.add_argument("--engines", default=",".join(ENGINES), help="default: %(default)s")
-    parser.add_argument("--layouts", default=DEFAULT_LAYOUTS, help="such as dp2,dp4; default: %(default)s")
+    parser.add_argument(
+        "--layouts",
+        default=DEFAULT_LAYOUTS,
+        help="products of dp, cp (ring) and sp (Ulysses) ranks, such as dp2,sp4,cp2sp2; default: %(default)s",
+    )
     parser.add_argument("--adapters", default=",".join(ADAPTERS), help="default: %(default)s")
     parser.add_argument("--batching", default=",".join(BATCHINGS), help="default: %(default)s")
     parser.add_argument(
@@ -198,25 +202,31 @@ def verify(
     runnable = [(number, cell) for number, cell in enumerate(cells) if number not in results]
     if runnable:
         adapters = sorted({cell.adapter for _, cell in runnable})
-        _make_references(model_name_or_path, adapters, folder, device, show)
-    for dp_size in sorted({cell.dp_size for _, cell in runnable}):
-        run = _Run(folder, dp_size, environment, tolerance, timeout, run_cells, show, settle)
+        most_sp = max(layout_sizes(cell.layout).get("sp", 1) for _, cell in runnable)
+        _make_references(model_name_or_path, adapters, most_sp, folder, device, show)
+    for world_size in sorted({cell.world_size for _, cell in runnable}):
+        run = _Run(folder, world_size, environment, tolerance, timeout, run_cells, show, settle)
         run(
-            [(number, cell) for number, cell in runnable if cell.dp_size == dp_size],
-            _device_type(dp_size, device),
+            [(number, cell) for number, cell in runnable if cell.world_size == world_size],
+            _device_type(world_size, device),
         )
     return [results[number] for number in range(len(cells))]
 
 
 def _make_references(
-    model_name_or_path: str | None, adapters: list[str], folder: Path, device: str, show: Progress
+    model_name_or_path: str | None,
+    adapters: list[str],
+    fewest_heads: int,
+    folder: Path,
+    device: str,
+    show: Progress,
 ) -> None:
     show("one plain process")
     try:
         run_processes(
             prepare_references_lazily,
             1,
-            (model_name_or_path, adapters, folder),
+            (model_name_or_path, adapters, fewest_heads, folder),
             folder=folder,
             device_type=_device_type(1, device),
         )
@@ -235,7 +245,7 @@ def _prepare_zero(
         return {}, None
     if importlib.util.find_spec("deepspeed") is None:
         return {}, "DeepSpeed isn't installed: pip install 'hfpar[deepspeed]'"
-    if all(_device_type(cell.dp_size, device) == "cuda" for cell in zero):
+    if all(_device_type(cell.world_size, device) == "cuda" for cell in zero):
         return {}, None
     from hfpar.verify.extensions import prepare_extensions
 
@@ -253,9 +263,7 @@ def _device_type(num_processes: int, device: str) -> str:
 
 def _too_big(cell: Cell, device: str) -> str | None:
     """Why this machine can't hold the cell's processes, or None."""
-    if set(layout_sizes(cell.layout)) - {"dp"}:
-        return None
-    size = cell.dp_size
+    size = cell.world_size
     if _device_type(size, device) == "cuda":
         import torch
 
@@ -276,7 +284,7 @@ class _Run:
     def __init__(
         self,
         folder: Path,
-        dp_size: int,
+        world_size: int,
         environment: dict[str, str],
         tolerance: float,
         timeout: float,
@@ -285,7 +293,7 @@ class _Run:
         settle: Callable[[int, Result], None],
     ) -> None:
         self.folder = folder
-        self.dp_size = dp_size
+        self.world_size = world_size
         self.environment = environment
         self.tolerance = tolerance
         self.timeout = timeout
@@ -296,7 +304,7 @@ class _Run:
     def __call__(self, cells: list[tuple[int, Cell]], device_type: str) -> None:
         pending = dict(cells)
         while pending:
-            self.show(f"starting {self.dp_size} processes")
+            self.show(f"starting {self.world_size} processes")
             heard: dict[int, list[Errors]] = {}
 
             def on_message(rank: int, message: Any, heard: dict[int, list[Errors]] = heard) -> None:
@@ -305,13 +313,18 @@ class _Run:
                     self.show(str(pending[number]))
                     return
                 heard.setdefault(number, []).extend(rest)
-                if len(heard[number]) == self.dp_size:
-                    self.settle(number, self._judge(pending.pop(number), heard[number]))
+                if len(heard[number]) < self.world_size:
+                    return
+                cell = pending.pop(number)
+                if kind == "refused":  # by all ranks alike
+                    self.settle(number, Result(cell, "refused", reason=rest[0]))
+                else:
+                    self.settle(number, self._judge(cell, heard[number]))
 
             try:
                 run_processes(
                     self.run_cells,
-                    self.dp_size,
+                    self.world_size,
                     (list(pending.items()), self.folder),
                     folder=self.folder,
                     device_type=device_type,

@@ -17,12 +17,14 @@ from hfpar.config.engine import DDPSettings, EngineSettings, FSDP2Settings, ZeRO
 from hfpar.data.stream import Sample, TokenStream, build_stream, pad_batch, unpad_batch
 from hfpar.engine.base import Engine
 from hfpar.engine.build import build_engine
+from hfpar.errors import ConfigError
 from hfpar.models.adapters import add_lora
 from hfpar.models.load import load_model, load_model_config, resolve_folder
+from hfpar.parallel import sequence
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
 from hfpar.train.step import train_step
-from hfpar.verify.cells import Cell, Errors
+from hfpar.verify.cells import Cell, Errors, layout_sizes
 from hfpar.verify.compare import compare_gradients, compare_parameters, relative, worst_of
 from hfpar.verify.documents import GRADIENT_ACCUMULATION_STEPS, Document, deal, make_windows
 from hfpar.verify.processes import Worker
@@ -38,7 +40,7 @@ from hfpar.verify.reference import (
 
 
 def prepare_references(
-    worker: Worker, model_name_or_path: str | None, adapters: Sequence[str], folder: Path
+    worker: Worker, model_name_or_path: str | None, adapters: Sequence[str], fewest_heads: int, folder: Path
 ) -> None:
     """Write the shrunk checkpoint, the adapters' values and what one plain process makes of them.
 
@@ -46,10 +48,13 @@ def prepare_references(
         worker: a process of its own.
         model_name_or_path: whose config is shrunk; None: the tiny model's.
         adapters: `full`, `lora`.
+        fewest_heads: query heads that the shrunk model must keep, if the model has them.
         folder: where to.
     """
     checkpoint = folder / "checkpoint"
-    build_checkpoint(load_model_config(_model_folder(model_name_or_path, folder)), checkpoint)
+    config = load_model_config(_model_folder(model_name_or_path, folder))
+    config.save_pretrained(folder / "original")
+    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads)
     windows = make_windows(load_model_config(checkpoint).vocab_size)
     device = torch.device(worker.device_type)
     for adapter in adapters:
@@ -71,7 +76,10 @@ def _model_folder(model_name_or_path: str | None, folder: Path) -> Path:
 
 
 def run_cells(worker: Worker, cells: Sequence[tuple[int, Cell]], folder: Path) -> None:
-    """Run cells of one world size, one after another; sends ("start", number) and ("result", number, errors).
+    """Run cells of one world size, one after another.
+
+    Sends ("start", number), then ("result", number, errors), or ("refused", number, reason) of a layout that this
+    model can't have.
 
     Args:
         worker: one rank.
@@ -85,14 +93,39 @@ def run_cells(worker: Worker, cells: Sequence[tuple[int, Cell]], folder: Path) -
     interface.register()
     for number, cell in cells:
         worker.send(("start", number))
+        refusal = _refusal(worker, cell, folder)
+        if refusal is not None:
+            worker.send(("refused", number, refusal))
+            continue
         worker.send(("result", number, run_cell(worker, cell, folder)))
         dist.barrier()  # or a rank that is ahead could crash in the next cell before this one has been told
+
+
+def _refusal(worker: Worker, cell: Cell, folder: Path) -> str | None:
+    """Why the model, or its shrunk copy, can't have the cell's layout, or None. All ranks find the same."""
+    try:
+        for name in ("original", "checkpoint"):
+            sequence.check_sequence(load_model_config(folder / name), make_layout(worker, cell))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def make_layout(worker: Worker, cell: Cell) -> Layout:
+    """This rank's place in a cell."""
+    sizes = layout_sizes(cell.layout)
+    return Layout(
+        rank=worker.rank,
+        world_size=worker.world_size,
+        cp_size=sizes.get("cp", 1),
+        sp_size=sizes.get("sp", 1),
+    )
 
 
 def run_cell(worker: Worker, cell: Cell, folder: Path) -> Errors:
     """One row of the table, as this rank sees it."""
     reference = torch.load(folder / f"reference_{cell.adapter}.pt", weights_only=True)
-    layout = Layout(rank=worker.rank, world_size=worker.world_size)
+    layout = make_layout(worker, cell)
     device = torch.device(f"cuda:{worker.rank}" if worker.device_type == "cuda" else "cpu")
     checkpoint = folder / "checkpoint"
     windows = deal(make_windows(load_model_config(checkpoint).vocab_size), layout.dp_size)
@@ -146,6 +179,7 @@ def build_cell_engine(
             seed=0,
         )
         set_parameters(model, torch.load(folder / "adapter_state.pt", weights_only=True))
+    sequence.apply(model, layout)
     loss.install(model)
     model.train()
     return build_engine(

@@ -32,21 +32,30 @@ def hfpar(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 def test_a_table_and_nothing_else(tmp_path):
-    options = ("--engines", "ddp,zero2", "--layouts", "dp2,sp2", "--adapters", "lora", "--batching", "packed")
+    options = (
+        "--engines",
+        "ddp,zero2",
+        "--layouts",
+        "dp2,sp2,tp2",
+        "--adapters",
+        "lora",
+        "--batching",
+        "packed",
+    )
     done = hfpar(*options, "--device", "cpu", "--json", "out.json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].strip() == "relative errors against one process: the built-in tiny model"
-    assert lines[-1].startswith("2 of 4 equal one process within 1e-05, 2 refused (")
-    assert len([line for line in lines if "zero2" in line or "ddp" in line]) == 4
+    assert lines[-1].startswith("4 of 6 equal one process within 1e-05, 2 refused (")
+    assert len([line for line in lines if "zero2" in line or "ddp" in line]) == 6
     rows = json.loads((tmp_path / "out.json").read_text())
-    assert [row["status"] for row in rows] == ["pass", "pass", "refused", "refused"]
-    for row in rows[:2]:
+    assert [row["status"] for row in rows] == ["pass"] * 4 + ["refused"] * 2
+    for row in rows[:4]:
         assert 0 < row["max_rel_grad_error"] < 1e-5
         assert 0 < row["max_rel_param_error"] < 1e-5
         assert row["worst"].startswith("base_model.model.model.layers.")
         assert row["reason"] is None
-    assert rows[2]["reason"].startswith("sp_size 2: Ulysses (sequence) parallelism isn't supported yet")
+    assert rows[4]["reason"].startswith("tp_size 2: tensor parallelism isn't supported yet")
     assert os.listdir(tmp_path) == ["out.json"]
 
 
@@ -54,7 +63,7 @@ def test_a_table_and_nothing_else(tmp_path):
     ("options", "message"),
     [
         (["--engines", "fsdp"], "--engines: fsdp; allowed: ddp, zero1, zero2, zero3, fsdp2"),
-        (["--layouts", "two"], "--layouts: two is no layout; allowed: dp and a number"),
+        (["--layouts", "two"], "--layouts: two is no layout; allowed: dp, cp and sp"),
         (["--tolerance", "-1"], "--tolerance: -1; allowed: a number between 0 and 1"),
         (["--device", "tpu"], "verify: argument --device: invalid choice: 'tpu'"),
         (["--engine_names", "ddp"], "verify: unrecognized arguments: --engine_names ddp"),
@@ -99,11 +108,11 @@ def test_ctrl_c_stops_all_processes_and_leaves_no_files(tmp_path):
 
 
 def test_only_refused_layouts_need_no_process_and_prove_nothing(capsys):
-    assert cli.main(["verify", "--layouts", "sp2,dp2cp2", "--engines", "ddp,zero3"]) == 2
+    assert cli.main(["verify", "--layouts", "tp2,dp2pp2", "--engines", "ddp,zero3"]) == 2
     captured = capsys.readouterr()
     assert "nothing was compared" in captured.out
     assert "16 refused" in captured.out
-    assert "Ulysses" in captured.out and "ring" in captured.out
+    assert "tensor parallelism" in captured.out and "pipeline parallelism" in captured.out
 
 
 def test_zero_without_deepspeed_is_refused_with_the_command(capsys, monkeypatch):
@@ -113,8 +122,8 @@ def test_zero_without_deepspeed_is_refused_with_the_command(capsys, monkeypatch)
 
 
 def test_too_many_processes_are_refused(capsys):
-    assert cli.main(["verify", "--engines", "ddp", "--layouts", "dp9999", "--device", "cpu"]) == 2
-    assert "dp9999 needs about 7999 GiB for 9999 processes" in capsys.readouterr().out
+    assert cli.main(["verify", "--engines", "ddp", "--layouts", "sp9cp1111", "--device", "cpu"]) == 2
+    assert "sp9cp1111 needs about 7999 GiB for 9999 processes" in capsys.readouterr().out
 
 
 def test_a_failure_is_told_in_full_and_ends_with_1(capsys, monkeypatch, tmp_path):

@@ -5,8 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen2Config
 
-from hfpar.attention import interface
+from hfpar.attention import interface, ring, sharded, ulysses
 from hfpar.data.stream import shift_labels
 from hfpar.engine import clip
 from hfpar.engine.ddp import DDPEngine
@@ -26,8 +28,6 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     """Qwen2: biases, and nothing else that the tiny Qwen3 has not; 4 layers of it, tied."""
-    from transformers import Qwen2Config
-
     folder = tmp_path_factory.mktemp("model")
     Qwen2Config(
         hidden_size=896, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True
@@ -39,20 +39,44 @@ def run(cells: list[Cell], folder: Path, model: str, **options) -> list:
     return verify(cells, folder, model_name_or_path=model, device="cpu", **options)
 
 
-def test_every_engine_adapter_and_batching(tmp_path, model):
-    cells = make_cells(",".join(ENGINES), "dp2", ",".join(ADAPTERS), ",".join(BATCHINGS))
-    results = run(cells, tmp_path, model)
+def assert_pass(cells: list[Cell], folder: Path, model: str) -> None:
+    results = run(cells, folder, model)
     assert [result.cell for result in results] == cells
-    assert len(cells) == 20
     for result in results:
         assert result.status == "pass", (result.cell, result.reason, result.errors, result.details)
         assert 0 < result.errors.gradient < 1e-5
 
 
+def test_every_engine_adapter_and_batching(tmp_path, model):
+    """With packed streams on both kinds of sequence parallelism, too: these come after the batching."""
+    engines, adapters = ",".join(ENGINES), ",".join(ADAPTERS)
+    cells = make_cells(engines, "dp2", adapters, ",".join(BATCHINGS))
+    cells += make_cells(engines, "sp2,cp2", adapters, "packed")
+    assert len(cells) == 40
+    assert_pass(cells, tmp_path, model)
+
+
 def test_three_ranks(tmp_path, model):
-    """An odd number: nothing divides evenly. Four ranks are in the tests of checkpoints and loading."""
-    for result in run(make_cells("ddp,zero3,fsdp2", "dp3", "full", "packed"), tmp_path, model):
-        assert result.status == "pass", (result.cell, result.reason, result.errors, result.details)
+    """An odd number: nothing divides evenly, not even the 14 heads."""
+    cells = make_cells("ddp,zero3,fsdp2", "dp3", "full", "packed")
+    assert_pass([*cells, *make_cells("ddp", "sp3,cp3", "full", "packed")], tmp_path, model)
+
+
+def test_four_ranks(tmp_path, model):
+    """Larger groups, and products of them, on every engine."""
+    layouts = {
+        "sp2cp2": ("fsdp2", "zero3"),
+        "sp4": ("ddp", "zero2"),
+        "cp4": ("ddp", "zero3"),
+        "dp2sp2": ("zero1", "fsdp2"),
+        "cp2dp2": ("zero2", "ddp"),
+    }
+    cells = [
+        Cell(engine, layout, adapter, batching)
+        for layout, engines in layouts.items()
+        for engine, adapter, batching in zip(engines, ADAPTERS, BATCHINGS, strict=True)
+    ]
+    assert_pass(cells, tmp_path, model)
 
 
 # Deliberate errors, each put into the processes around one cell.
@@ -162,6 +186,119 @@ def train_the_frozen_base(patch, rank):
     patch.setattr(verify_worker, "add_lora", unfrozen)
 
 
+# Deliberate errors in what ranks that share a stream do.
+
+
+def attend_within_the_slice(patch, rank):
+    """With the boundaries that the slice itself has."""
+    shard_stream = step.shard_stream
+
+    def alone(stream, layout):
+        shard = shard_stream(stream, layout)
+        begins = torch.cat([shard.position_ids[0] == 0, torch.tensor([True])])
+        begins[0] = True
+        return replace(shard, sharding=None, cu_seqlens=begins.nonzero()[:, 0].int())
+
+    patch.setattr(step, "shard_stream", alone)
+
+
+def count_positions_in_the_slice(patch, rank):
+    shard_stream = step.shard_stream
+
+    def counted(stream, layout):
+        shard = shard_stream(stream, layout)
+        first = shard.position_ids[0, 0]
+        begin = (
+            (shard.position_ids[0] == 0).long().cummax(0).values.eq(0)
+        )  # the document cut by the slice's start
+        return replace(shard, position_ids=shard.position_ids - first * begin)
+
+    patch.setattr(step, "shard_stream", counted)
+
+
+def shift_labels_in_the_slice(patch, rank):
+    """The last token's target is on another rank."""
+    shard_stream = step.shard_stream
+
+    def shifted(stream, layout):
+        shard = shard_stream(stream, layout)
+        labels = shard.labels.clone()
+        labels[0, -1] = -100
+        return replace(shard, labels=labels, num_label_tokens=int((labels != -100).sum()))
+
+    patch.setattr(step, "shard_stream", shifted)
+
+
+def learn_the_padding(patch, rank):
+    shard_stream = step.shard_stream
+
+    def labelled(stream, layout):
+        shard = shard_stream(stream, layout)
+        labels = shard.labels.clone()
+        labels[0, shard.num_tokens :] = 0
+        return replace(shard, labels=labels, num_label_tokens=int((labels != -100).sum()))
+
+    patch.setattr(step, "shard_stream", labelled)
+
+
+def scale_by_the_sequence_group(patch, rank):
+    backward = DDPEngine.backward
+    patch.setattr(
+        DDPEngine,
+        "backward",
+        lambda self, loss, *, last_micro_batch: backward(self, loss * 2, last_micro_batch=last_micro_batch),
+    )
+
+
+def keep_the_gradients_of_other_ranks_heads(patch, rank):
+    """The backward of the first all-to-all returns only what this rank's heads contribute."""
+    backward = ulysses._TokensToHeads.backward
+
+    def own(ctx, *gradients):
+        ranges, group, *whole = backward(ctx, *gradients)
+        for gradient, of_ranks in zip(whole, ctx.ranges, strict=True):
+            gradient[:, slice(*of_ranks[1 - rank])] = 0
+        return ranges, group, *whole
+
+    patch.setattr(ulysses._TokensToHeads, "backward", staticmethod(own))
+
+
+def merge_without_log_sum_exp(patch, rank):
+    """As if each set of keys had the same weight."""
+    choose = sharded.choose_block_kernel
+
+    def averaging(*options):
+        kernel = choose(*options)
+
+        def forward(query, key, value, pairs, scores, out, lse):
+            before = out.clone()
+            kernel.forward(query, key, value, pairs, scores, out, lse)
+            if before.any():
+                out.copy_((out + before) / 2)
+
+        return replace(kernel, forward=forward)
+
+    patch.setattr(sharded, "choose_block_kernel", averaging)
+
+
+def forget_the_gradients_of_keys_that_travelled(patch, rank):
+    def waited(self, grad_key, grad_value):
+        for work in self.works:
+            work.wait()
+
+    patch.setattr(ring._Return, "add_to", waited)
+
+
+def mix_up_the_pieces(patch, rank):
+    """Keys arrive in another order than the plan says."""
+    wait = ring._Visit.wait
+
+    def reversed_keys(self):
+        return tuple(states.flip(2) for states in wait(self))
+
+    patch.setattr(ring._Visit, "wait", reversed_keys)
+
+
 SABOTAGES = {
     scale_one_ranks_loss: Cell("ddp", "dp2", "full", "packed"),
     average_without_the_group_size: Cell("fsdp2", "dp2", "full", "packed"),
@@ -175,6 +312,15 @@ SABOTAGES = {
     let_replicas_drift: Cell("ddp", "dp2", "full", "packed"),
     forget_a_parameter: Cell("ddp", "dp2", "full", "packed"),
     train_the_frozen_base: Cell("ddp", "dp2", "lora", "packed"),
+    attend_within_the_slice: Cell("ddp", "sp2", "full", "packed"),
+    count_positions_in_the_slice: Cell("ddp", "sp2", "full", "packed"),
+    shift_labels_in_the_slice: Cell("ddp", "sp2", "full", "packed"),
+    learn_the_padding: Cell("ddp", "cp2", "full", "packed"),
+    scale_by_the_sequence_group: Cell("ddp", "sp2", "full", "packed"),
+    keep_the_gradients_of_other_ranks_heads: Cell("ddp", "sp2", "full", "packed"),
+    merge_without_log_sum_exp: Cell("ddp", "cp2", "full", "packed"),
+    forget_the_gradients_of_keys_that_travelled: Cell("ddp", "cp2", "full", "packed"),
+    mix_up_the_pieces: Cell("ddp", "cp2", "full", "packed"),
 }
 
 
@@ -208,7 +354,7 @@ def test_a_deliberate_error_fails(sabotaged, sabotage):
     assert "is off by" in result.reason
 
 
-def crash_in_the_second_cell(worker: Worker, cells: list, folder: Path) -> None:
+def crash_in_the_third_cell(worker: Worker, cells: list, folder: Path) -> None:
     original = verify_worker.run_cell
 
     def crashing(worker, cell, folder):
@@ -220,10 +366,14 @@ def crash_in_the_second_cell(worker: Worker, cells: list, folder: Path) -> None:
     verify_worker.run_cells(worker, cells, folder)
 
 
-def test_a_crash_costs_one_cell_and_the_others_go_on(tmp_path, model):
-    cells = [Cell("ddp", "dp2", adapter, "packed") for adapter in ("full", "lora")]
-    cells.append(Cell("fsdp2", "dp2", "full", "packed"))
-    results = run(cells, tmp_path, model, run_cells=crash_in_the_second_cell)
-    assert [result.status for result in results] == ["pass", "fail", "pass"]
-    assert results[1].reason == "rank 1: ZeroDivisionError: a deliberate error"
-    assert "Traceback" in results[1].details
+def test_a_refusal_or_a_crash_costs_one_cell_and_the_others_go_on(tmp_path):
+    """The shrunk copy has more heads than this model."""
+    Qwen2Config(hidden_size=64, num_attention_heads=1, num_key_value_heads=1).save_pretrained(tmp_path / "m")
+    cells = [Cell("ddp", "sp2", "full", "packed")]
+    cells += [Cell("ddp", "dp2", adapter, "packed") for adapter in ("full", "lora")]
+    cells.append(Cell("fsdp2", "cp2", "full", "packed"))
+    results = run(cells, tmp_path, str(tmp_path / "m"), run_cells=crash_in_the_third_cell)
+    assert [result.status for result in results] == ["refused", "pass", "fail", "pass"]
+    assert results[0].reason.startswith("sp_size: 2 ranks share the model's 1 attention heads")
+    assert results[2].reason == "rank 1: ZeroDivisionError: a deliberate error"
+    assert "Traceback" in results[2].details

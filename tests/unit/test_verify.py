@@ -1,5 +1,6 @@
 """The parts of `hfpar verify` that need no processes."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfpar.attention.placement import place
 from hfpar.errors import ConfigError
 from hfpar.verify import extensions, report
-from hfpar.verify.cells import Cell, Errors, Result, layout_refusal, make_cells
+from hfpar.verify.cells import Cell, Errors, Result, layout_refusal, layout_sizes, make_cells
 from hfpar.verify.compare import compare_gradients, compare_parameters, relative, worst_of
 from hfpar.verify.documents import IGNORE_INDEX, count_labels, deal, make_windows
 from hfpar.verify.processes import WorkerError
+from hfpar.verify.worker import make_stream
 
 CELL = Cell("ddp", "dp2", "full", "packed")
 
@@ -21,7 +24,7 @@ def test_cells_are_every_combination_layout_by_layout():
     cells = make_cells("ddp,fsdp2", "dp2,dp4", "full", "padded,packed")
     assert len(cells) == 8
     assert [cell.layout for cell in cells] == ["dp2"] * 4 + ["dp4"] * 4
-    assert [cell.dp_size for cell in cells[::4]] == [2, 4]
+    assert [cell.world_size for cell in cells[::4]] == [2, 4]
     assert make_cells("ddp, ddp ,", "dp2", "full", "packed") == [CELL]
 
 
@@ -31,7 +34,8 @@ def test_cells_are_every_combination_layout_by_layout():
         (("dpp", "dp2", "full", "packed"), r"--engines: dpp; allowed: ddp, zero1, .*; did you mean ddp\?"),
         (("ddp", "dp2", "qlora", "packed"), r"--adapters: qlora; allowed: full, lora"),
         (("ddp", "dp2", "full", "packing"), r"--batching: packing; allowed: padded, packed"),
-        (("ddp", "dp0", "full", "packed"), r"--layouts: dp0 is no layout; allowed: dp and a number"),
+        (("ddp", "dp0", "full", "packed"), r"--layouts: dp0 is no layout; allowed: dp, cp and sp, each with"),
+        (("ddp", "sp2cp", "full", "packed"), r"--layouts: sp2cp is no layout"),
         (("ddp", "dp2dp2", "full", "packed"), r"--layouts: dp2dp2 is no layout"),
         (("ddp", "2", "full", "packed"), r"--layouts: 2 is no layout"),
         (("", "dp2", "full", "packed"), r"--engines: names nothing; allowed: ddp"),
@@ -43,13 +47,17 @@ def test_a_name_that_does_not_exist(arguments, message):
         make_cells(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("layout", "axis"), [("sp2", "sp_size 2"), ("dp2cp4", "cp_size 4"), ("pp2", "pp_size 2")]
-)
+@pytest.mark.parametrize(("layout", "axis"), [("tp2", "tp_size 2"), ("dp2pp4", "pp_size 4")])
 def test_layouts_to_come_are_refused_with_the_reason(layout, axis):
     assert layout_refusal(layout).startswith(axis)
-    assert layout_refusal("dp4") is None
-    assert layout_refusal("dp2sp1") is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"), [("dp4", 4), ("sp2", 2), ("cp2dp3", 6), ("sp2cp2", 4), ("dp2cp2sp2tp1", 8)]
+)
+def test_layouts_are_products_in_any_order(layout, processes):
+    assert layout_refusal(layout) is None
+    assert Cell("ddp", layout, "full", "packed").world_size == processes
 
 
 def test_errors_merge_to_the_worse():
@@ -135,6 +143,44 @@ def test_the_documents_are_as_uneven_as_they_come():
     per_rank = [sum(count_labels(ranks[rank]) for ranks in window) for rank in (0, 1)]
     assert per_rank[0] > 4 * per_rank[1] > 0
     assert deal(windows, 2)[1][0][1] == []  # in the last window, a rank without anything
+
+
+def slices(layout):
+    """What each rank holds of each stream: (documents, index, shifted labels), index into the padded stream."""
+    sizes = layout_sizes(layout)
+    cp_size, sp_size = sizes.get("cp", 1), sizes.get("sp", 1)
+    for window in deal(make_windows(64), sizes.get("dp", 1)):
+        for documents in itertools.chain.from_iterable(window):
+            stream = make_stream(documents, "packed")
+            lengths = stream.cu_seqlens.diff().tolist()
+            placement = place(lengths, cp_size, sp_size)
+            padding = sum(placement.lengths) - stream.num_tokens
+            labels = torch.cat([stream.labels[0], torch.full((padding,), IGNORE_INDEX)])
+            for cp_rank in range(cp_size):
+                ranges = placement.ranges(cp_rank)
+                held = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+                for index in held.chunk(sp_size):
+                    yield documents, index, labels[index]
+
+
+@pytest.mark.parametrize("layout", ["sp2", "sp4", "cp2", "cp4", "sp2cp2", "dp2sp2", "dp2cp2"])
+def test_the_documents_are_cut_wherever_it_hurts(layout):
+    shards = [(documents, index.tolist(), labels.tolist()) for documents, index, labels in slices(layout)]
+    starts = mid_document = padded = 0
+    for documents, index, _ in shards:
+        firsts = [0, *itertools.accumulate(len(document.tokens) for document in documents)][:-1]
+        real = sum(len(document.tokens) for document in documents)
+        starts += any(token in firsts for token in index[1:])
+        mid_document += index[0] < real and index[0] not in firsts
+        padded += any(token >= real for token in index)
+    assert starts >= 4, "documents that start mid-slice"
+    assert mid_document >= 3, "slices that start mid-document"
+    assert padded >= 1, "a rank with padding"
+    if layout not in ("sp2", "cp2"):
+        unlabelled = [labels for _, _, labels in shards if set(labels) == {IGNORE_INDEX}]
+        assert unlabelled, "a slice without a label"
+    if layout.startswith("dp2"):
+        assert any(not documents for documents, _, _ in shards), "a stand-in stream, cut"
 
 
 # DeepSpeed's op
