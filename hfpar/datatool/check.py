@@ -121,7 +121,9 @@ def _plan(result: CheckResult, model: ModelSource, dp_size: int) -> None:
             )
             continue
         try:
-            check_fit(facts.key, lengths, facts.report.max_token_id, model.config)
+            sequence_size = (config.cp_size or 1) * (config.sp_size or 1)
+            largest_token = facts.report.max_token_id
+            check_fit(facts.key, lengths, largest_token, model.config, sequence_size=sequence_size)
         except ConfigError as error:
             result.refusals.append(str(error))
     if config.streaming or not len(result.dataset.lengths):

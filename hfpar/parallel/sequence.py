@@ -18,6 +18,7 @@ from hfpar.attention.placement import place
 from hfpar.attention.sharded import StreamSharding
 from hfpar.data.stream import IGNORE_INDEX, TokenStream
 from hfpar.errors import ConfigError, HfparError
+from hfpar.models.rope import longest_before_change
 from hfpar.parallel.layout import Layout
 
 # The stream
@@ -107,6 +108,8 @@ def _pick(values: Tensor, padding: Tensor, index: Tensor) -> Tensor:
 
 # The model
 
+_ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
+
 
 def check_sequence(config: Any, layout: Layout) -> None:
     """Refuse what sequence parallelism can't compute right.
@@ -121,19 +124,17 @@ def check_sequence(config: Any, layout: Layout) -> None:
     if layout.sequence_size == 1:
         return
     config = config.get_text_config()
-    heads = config.num_attention_heads
-    num_heads = min(heads) if isinstance(heads, (list, tuple)) else heads
+    sizes = " and ".join(f"{axis}_size" for axis in ("cp", "sp") if getattr(layout, f"{axis}_size") > 1)
+    reason = _unknown_layers(config)
+    if reason is not None:
+        raise ConfigError(
+            f"{sizes}: {config.model_type} {reason}, so ranks can't share its streams; leave {sizes} at 1"
+        )
+    num_heads = _fewest_heads(config)
     if layout.sp_size > num_heads:
         raise ConfigError(
             f"sp_size: {layout.sp_size} ranks share the model's {num_heads} attention heads, so that some would have "
             f"none; use sp_size {num_heads} or less, and cp_size for more ranks"
-        )
-    sizes = " and ".join(f"{axis}_size" for axis in ("cp", "sp") if getattr(layout, f"{axis}_size") > 1)
-    mixers = sorted({kind for kind in _layer_types(config) if "attention" not in kind or "linear" in kind})
-    if mixers:
-        raise ConfigError(
-            f"{sizes}: {config.model_type} has layers of type {', '.join(mixers)}, which pass a state from token to "
-            "token and so can't be cut between ranks; use data parallelism for it"
         )
     dropout = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)
     if layout.cp_size > 1 and dropout:
@@ -143,9 +144,22 @@ def check_sequence(config: Any, layout: Layout) -> None:
         )
 
 
-def _layer_types(config: Any) -> list[str]:
-    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return [str(kind) for kind in named or ()]
+def _unknown_layers(config: Any) -> str | None:
+    """Why the layers of a model aren't attention that hfpar computes; None: they are."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    others = ", ".join(sorted({str(kind) for kind in kinds} - _ATTENTION_TYPES))
+    if others:
+        return f"has layers of type {others}, and hfpar knows {' and '.join(sorted(_ATTENTION_TYPES))}"
+    return None if _fewest_heads(config) else "has no attention heads"
+
+
+def _fewest_heads(config: Any) -> int:
+    """Query heads of a layer, of the one with the fewest where they differ."""
+    try:
+        heads = getattr(config, "num_attention_heads", 0)
+    except RuntimeError:  # Transformers': ask layer by layer
+        heads = [layer.num_attention_heads for layer in config.per_layer_config.values()]
+    return min(heads, default=0) if isinstance(heads, (list, tuple)) else heads
 
 
 @dataclass
@@ -153,7 +167,7 @@ class Patch:
     """What `apply` has changed."""
 
     changes: list[str]
-    """A line each; none where no rank shares a stream."""
+    """A line each; none where no rank shares a stream and the attention was hfpar's before."""
     _handles: list[RemovableHandle] = field(default_factory=list, repr=False)
     _restore: list[tuple[Any, str]] = field(default_factory=list, repr=False)
 
@@ -194,43 +208,62 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
     if getattr(causal_lm, "_hfpar_sequence", False):
         raise ConfigError(f"{name} is patched for sequence parallelism already; undo that first")
     check_sequence(causal_lm.config, layout)
-    if layout.sequence_size == 1:
-        return Patch([])
-    changes = []
+    changes, handles = [], []
     before = causal_lm.config._attn_implementation
     if not interface.is_own(before):
+        # Also for a rank that shares with nobody: it is given packed documents, too.
+        reason = _unknown_layers(causal_lm.config.get_text_config())
+        if reason is not None:
+            raise ConfigError(f"{name} {reason}; hfpar can't patch it")
         interface.register()
         causal_lm.set_attn_implementation(interface.interface_name("auto"))
+        if not interface.is_own(causal_lm.config._attn_implementation):
+            raise ConfigError(
+                f"{name}'s attention doesn't go through Transformers' AttentionInterface; hfpar can't patch it"
+            )
         changes.append(
             f"{name}: attention implementation {before} -> {causal_lm.config._attn_implementation}"
         )
     causal_lm._hfpar_sequence = True
-    num_layers = causal_lm.config.get_text_config().num_hidden_layers
-    handles = [
-        model.register_forward_pre_hook(_start_counting, with_kwargs=True),
-        model.register_forward_hook(_CheckCount(name, num_layers), with_kwargs=True),
-    ]
-    group = f"cp {layout.cp_size} x sp {layout.sp_size}"
-    changes.append(
-        f"{type(model).__name__}: hooks that check that all {num_layers} layers attend over {group} ranks"
-    )
+    if layout.sequence_size > 1:
+        text_config = causal_lm.config.get_text_config()
+        watch = _Watch(name, text_config.num_hidden_layers, longest_before_change(text_config))
+        handles = [
+            model.register_forward_pre_hook(watch.before, with_kwargs=True),
+            model.register_forward_hook(watch.after, with_kwargs=True),
+        ]
+        changes.append(
+            f"{type(model).__name__}: hooks that check that all {watch.num_layers} layers attend over "
+            f"cp {layout.cp_size} x sp {layout.sp_size} ranks"
+        )
     return Patch(changes, handles, [(causal_lm, before)])
 
 
-def _start_counting(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    sharding = kwargs.get("stream_sharding")
-    if sharding is not None:
-        sharding.attention_calls = 0
-
-
 @dataclass
-class _CheckCount:
-    """A layer that doesn't hand its arguments on would attend within the slice, and nobody would notice."""
+class _Watch:
+    """What can go wrong in a call without anybody noticing."""
 
     name: str
     num_layers: int
+    rope: tuple[str, int] | None
+    """See `longest_before_change`."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A rank would choose the rotary factors by the positions of its slice."""
+        sharding = kwargs.get("stream_sharding")
+        if sharding is None:
+            return
+        sharding.attention_calls = 0
+        kind, bound = self.rope or ("", kwargs["max_length_q"])
+        if kwargs["max_length_q"] > bound:
+            raise ConfigError(
+                f"{self.name}: a document of {kwargs['max_length_q']} tokens, but the model's {kind} computes those "
+                f"above {bound} in another way, which ranks that share one can't tell from their slices; leave out "
+                f"documents of more than {bound} tokens, or sp_size and cp_size"
+            )
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A layer that doesn't hand its arguments on would attend within the slice."""
         sharding = kwargs.get("stream_sharding")
         if sharding is not None and sharding.attention_calls < self.num_layers:
             raise HfparError(

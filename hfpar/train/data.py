@@ -21,6 +21,7 @@ from hfpar.data.store import DataReport, Selection, TokenStore
 from hfpar.data.stream import IGNORE_INDEX, Sample, TokenStream, build_stream
 from hfpar.data.streaming import StreamLoader, WindowReader
 from hfpar.errors import ConfigError, DataError
+from hfpar.models.rope import longest_before_change
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
 from hfpar.train.model import ModelSource
@@ -73,7 +74,13 @@ def read_data(config: SFTConfig, source: ModelSource, layout: Layout) -> RunData
     segments = list(zip(samples.sizes, weights, strict=True))
     for key, selection in (("dataset", samples), ("eval_dataset", eval_samples)):
         if len(selection):
-            check_fit(key, selection.lengths, _largest_token(selection), source.config)
+            check_fit(
+                key,
+                selection.lengths,
+                _largest_token(selection),
+                source.config,
+                sequence_size=layout.sequence_size,
+            )
     report = DataReport()
     for store in stores:
         report.add(store.report)
@@ -209,12 +216,26 @@ def _largest_token(selection: Selection) -> int:
     return max(store.report.max_token_id for store in selection.stores)
 
 
-def check_fit(key: str, lengths: np.ndarray, largest_token: int, model_config: PretrainedConfig) -> None:
+def check_fit(
+    key: str,
+    lengths: np.ndarray,
+    largest_token: int,
+    model_config: PretrainedConfig,
+    *,
+    sequence_size: int = 1,
+) -> None:
     """Refuse samples that the model can't take, or not the same in every batch.
+
+    Args:
+        key: the setting that names the samples.
+        lengths: of all samples, in tokens.
+        largest_token: largest token id among them.
+        model_config: the model's.
+        sequence_size: ranks that share a stream.
 
     Raises:
         ConfigError: more tokens than positions, token ids that the model has no embedding for, or lengths on
-            both sides of where longrope changes its factors.
+            both sides of where longrope changes its factors; where ranks share a stream, lengths above it.
     """
     text_config = model_config.get_text_config()
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -231,24 +252,18 @@ def check_fit(key: str, lengths: np.ndarray, largest_token: int, model_config: P
             "tokens; use the model's own tokenizer, or resize the model's embeddings first"
         )
     # Transformers gives a whole call the factors of its longest document: batches would decide a short one's.
-    short = _longest_short_of_longrope(text_config)
-    if short is not None and shortest <= short < longest:
+    kind, short = longest_before_change(text_config) or ("", longest)
+    if sequence_size > 1 and longest > short:
+        raise ConfigError(
+            f"max_length: {key} has a sample of {longest} tokens, but the model's {kind} computes those above {short} "
+            f"in another way, which none of the {sequence_size} ranks that share it can tell from its slice; set "
+            f"max_length to {short} or less, or leave out sp_size and cp_size"
+        )
+    if kind == "longrope" and shortest <= short < longest:
         raise ConfigError(
             f"max_length: {key} has samples of {shortest} and of {longest} tokens, but the model's longrope "
             f"computes those up to {short} in another way, and a batch in one way; set max_length to {short} or less"
         )
-
-
-def _longest_short_of_longrope(text_config: Any) -> int | None:
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [
-        rope,
-        *(value for value in rope.values() if isinstance(value, dict)),
-    ]  # one dict, or one a layer type
-    bounds = [
-        kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"
-    ]
-    return min(bounds, default=None)
 
 
 def _window_reader(config: SFTConfig, source: ModelSource, cache: TokenCache, layout: Layout) -> WindowReader:
@@ -264,7 +279,13 @@ def _window_reader(config: SFTConfig, source: ModelSource, cache: TokenCache, la
         [entry.weight for entry in sources],
         source.tokenizer,
         rows=config.streaming_window,
-        check=lambda block: check_fit("dataset", block.lengths, block.report.max_token_id, source.config),
+        check=lambda block: check_fit(
+            "dataset",
+            block.lengths,
+            block.report.max_token_id,
+            source.config,
+            sequence_size=layout.sequence_size,
+        ),
         tokenizer_key=cache.tokenizer_key,
     )
 
