@@ -14,7 +14,8 @@ from hfpar.errors import ConfigError, HfparError
 from hfpar.parallel.layout import Layout
 from hfpar.parallel.sequence import shard_stream
 
-_FOLLOW_FROM_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_FOLLOW_FROM_POSITIONS = (*_BOUNDS, "max_length_q", "max_length_k", "seq_idx")
 """What `DataCollatorWithFlattening` adds: the documents that position_ids show as well."""
 
 
@@ -49,7 +50,7 @@ def shard_batch(
         if num_items_in_batch is None:
             num_items_in_batch = _count_labels(shard.num_label_tokens, layout, device)
         labels = shard.labels.to(device)
-        share = torch.tensor(max(num_items_in_batch, 1) / layout.batch_size, device=device)
+        share = torch.tensor(max(int(num_items_in_batch), 1) / layout.batch_size, device=device)
         # Transformers computes a loss where there are labels, and takes those that are shifted already from here.
         arguments |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": share}
     return arguments
@@ -61,8 +62,8 @@ def to_stream(batch: Mapping[str, Any]) -> TokenStream:
     Raises:
         ConfigError: entries of other shapes or names.
     """
-    input_ids = batch["input_ids"].cpu()
     mask, positions, labels = _checked(batch)
+    input_ids = batch["input_ids"].cpu()
     keep = mask.flatten() == 1
     row = torch.arange(input_ids.shape[0])[:, None].expand_as(input_ids).flatten()[keep]
     if not len(row):
@@ -70,12 +71,14 @@ def to_stream(batch: Mapping[str, Any]) -> TokenStream:
     position = positions.flatten()[keep]
     is_first = torch.ones_like(row, dtype=torch.bool)
     is_first[1:] = (row[1:] != row[:-1]) | (position[1:] != position[:-1] + 1)
+    cu_seqlens = torch.cat([is_first.nonzero().flatten(), torch.tensor([len(row)])]).int()
+    _check_documents(batch, cu_seqlens)
     targets = torch.full_like(row, IGNORE_INDEX)
     targets[:-1] = labels.flatten()[keep][1:].masked_fill(is_first[1:], IGNORE_INDEX)
     return TokenStream(
         input_ids=input_ids.flatten()[keep][None],
         position_ids=position[None],
-        cu_seqlens=torch.cat([is_first.nonzero().flatten(), torch.tensor([len(row)])]).int(),
+        cu_seqlens=cu_seqlens,
         labels=targets[None],
         num_label_tokens=int((targets != IGNORE_INDEX).sum()),
         num_tokens=len(row),
@@ -84,6 +87,8 @@ def to_stream(batch: Mapping[str, Any]) -> TokenStream:
 
 def _checked(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Mask, positions and labels, (B, S) each, whether they are given or not."""
+    if batch.get("input_ids") is None:
+        raise ConfigError("batch: input_ids is missing; hfpar cuts tokens, nothing else")
     shape = batch["input_ids"].shape
     known = {"input_ids", "attention_mask", "position_ids", "labels"}
     if batch.get("position_ids") is not None:
@@ -104,15 +109,29 @@ def _checked(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     if len(shape) != 2:
         raise ConfigError(f"batch: input_ids has the shape {list(shape)}; hfpar needs [batch, tokens]")
     mask = batch.get("attention_mask")
-    mask = torch.ones(shape, dtype=torch.long) if mask is None else mask.cpu().long()
+    mask = torch.ones(shape, dtype=torch.long) if mask is None else mask.cpu()
     if bool(((mask != 0) & (mask != 1)).any()):
         raise ConfigError(
             "batch: attention_mask has values beside 0 and 1; tell documents apart by position_ids"
         )
     positions = batch.get("position_ids")
-    positions = mask.cumsum(1) - 1 if positions is None else positions.cpu()
+    positions = mask.long().cumsum(1) - 1 if positions is None else positions.cpu()
     labels = batch.get("labels")
     return mask, positions, torch.full(shape, IGNORE_INDEX) if labels is None else labels.cpu()
+
+
+def _check_documents(batch: Mapping[str, Any], cu_seqlens: Tensor) -> None:
+    """What else a batch says of its documents mustn't contradict its positions."""
+    said = {name: batch[name].tolist() for name in _BOUNDS if batch.get(name) is not None}
+    if batch.get("seq_idx") is not None:
+        changes = batch["seq_idx"].flatten().diff().nonzero().flatten() + 1
+        said["seq_idx"] = [0, *changes.tolist(), batch["seq_idx"].numel()]
+    for name, bounds in said.items():
+        if bounds != cu_seqlens.tolist():
+            raise ConfigError(
+                f"batch: by {name}, documents begin at {bounds[:-1]}, but by position_ids and attention_mask at "
+                f"{cu_seqlens[:-1].tolist()}; count positions from 0 in each document"
+            )
 
 
 def _count_labels(count: int, layout: Layout, device: torch.device) -> int:

@@ -5,7 +5,9 @@ import pytest
 from hfpar.attention.ulysses import split_heads
 
 
-@pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 2), (9, 3), (14, 2), (32, 8), (8, 1), (6, 6), (64, 4)])
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads", [(4, 2), (9, 3), (14, 2), (32, 8), (8, 1), (6, 6), (64, 4)]
+)
 def test_every_query_head_once_and_just_the_kv_heads_it_uses(num_heads, num_kv_heads):
     group = num_heads // num_kv_heads
     for sp_size in range(1, num_heads + 1):
@@ -34,3 +36,30 @@ def test_local_kv_head_of_each_query():
     assert split_heads(9, 3, 2).kv_of_query(1) == [0, 1, 1, 1]
     assert split_heads(6, 2, 2).kv_of_query(1) is None
     assert split_heads(6, 3, 4).kv_of_query(1) is None  # one query head
+
+
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads", [(4, 2), (9, 3), (14, 2), (32, 8), (8, 1), (6, 6), (40, 8)]
+)
+def test_each_query_head_meets_its_own_kv_head(num_heads, num_kv_heads):
+    """By the list, or by even groups where there is none: what a local kernel does with so many of each."""
+    group = num_heads // num_kv_heads
+    for sp_size in range(1, num_heads + 1):
+        split = split_heads(num_heads, num_kv_heads, sp_size)
+        for rank, (first, last) in enumerate(split.query):
+            num_local, num_local_kv = last - first, split.kv[rank][1] - split.kv[rank][0]
+            used = split.kv_of_query(rank)
+            if used is None:
+                assert num_local % num_local_kv == 0
+                used = [head // (num_local // num_local_kv) for head in range(num_local)]
+            assert [split.kv[rank][0] + local for local in used] == [
+                head // group for head in range(first, last)
+            ]
+
+
+def test_few_kv_heads_travel_twice():
+    """Neighbours share at most one: of Hkv heads, at most sp_size - 1 more than Hkv travel in all."""
+    for num_heads, num_kv_heads in [(9, 3), (14, 2), (32, 8), (64, 4), (8, 1)]:
+        for sp_size in range(1, num_heads + 1):
+            kv = split_heads(num_heads, num_kv_heads, sp_size).kv
+            assert num_kv_heads <= sum(last - first for first, last in kv) <= num_kv_heads + sp_size - 1
