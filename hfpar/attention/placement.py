@@ -126,7 +126,7 @@ def place(lengths: Sequence[int], cp_size: int, multiple_of: int) -> Placement:
             Piece(starts[document] + position, length, document, position)
             for document, position, length in _joined(held)
         ]
-        own.sort(key=lambda piece: (piece.length == padded[piece.document], piece.start))
+        own.sort(key=lambda piece: piece.length == padded[piece.document])  # cut ones first
         if room:
             document = next(padding)
             own.append(Piece(starts[document], room, document, 0))
@@ -270,24 +270,20 @@ class _Ranks:
             sizes[rank] += 1
         halves = [(rank, (sizes[rank] + 1) // 2) for rank in ranks]
         halves += [(rank, sizes[rank] // 2) for rank in reversed(ranks)]
-        self.lay(document, halves)
+        position = 0
+        for rank, size in halves:
+            if size:
+                self.give(rank, document, position, size)
+            position += size
 
     def fill(self, document: int, length: int) -> None:
-        """Give a document to the few ranks with the most room; its end, the most work, to the idlest."""
-        parts = []
-        for rank in sorted(range(len(self.room)), key=lambda rank: -self.room[rank]):
-            parts.append((rank, min(length, self.room[rank])))
-            length -= parts[-1][1]
-        parts.sort(key=lambda part: -self.work[part[0]])
-        self.lay(document, parts)
-
-    def lay(self, document: int, parts: Iterable[tuple[int, int]]) -> None:
-        """Give out a document from its start: (rank, length)."""
+        """Give a document to the ranks that have room, its start, the least work, to the busiest."""
         position = 0
-        for rank, length in parts:
-            if length:
-                self.give(rank, document, position, length)
-            position += length
+        for rank in sorted(range(len(self.room)), key=lambda rank: -self.work[rank]):
+            size = min(self.room[rank], length - position)
+            if size:
+                self.give(rank, document, position, size)
+            position += size
 
 
 def _deal(lengths: Sequence[int], cp_size: int, per_rank: int) -> _Ranks:

@@ -257,6 +257,14 @@ def test_no_more_ranks_than_needed_share_a_document() -> None:
     assert ring_tokens(placement, None) == [500, 250, 250, 500]
 
 
+def test_what_fits_nowhere_fills_the_room_that_is_left() -> None:
+    # Two tokens and four are left for the last one; rank 0 has more work, and gets the two that look at least.
+    placement = place([8, 6, 6], 2, 1)
+    assert placement.pieces[0] == (Piece(14, 2, 2, 0), Piece(0, 8, 0, 0))
+    assert placement.pieces[1] == (Piece(16, 4, 2, 2), Piece(8, 6, 1, 0))
+    assert attention_work(placement) == [39, 39]
+
+
 def test_a_distance_that_nobody_needs_is_left_out() -> None:
     # Each query sees the token before it, which in a document shared zigzag only neighbours hold.
     placement = place([80], 4, 1)
