@@ -71,20 +71,21 @@ def hfpar_variant(worker: Worker, num_tokens: int, sizes: dict[str, int]) -> Cal
     layout = Layout(rank=worker.rank, world_size=worker.world_size, **sizes)
     stream = build_stream([Sample([0] * num_tokens, [0] * num_tokens)])
     arguments = shard_stream(stream, layout).arguments(torch.device("cpu"))
-    arguments = {name: value for name, value in arguments.items() if name not in ("input_ids", "position_ids")}
+    arguments = {
+        name: value for name, value in arguments.items() if name not in ("input_ids", "position_ids")
+    }
     layer = nn.Module()
     return lambda query, key, value: attention_forward(layer, query, key, value, None, **arguments)[0]
 
 
 def deepspeed_variant(worker: Worker, num_tokens: int, heads: tuple[int, int, int]) -> Callable[..., Any]:
     """DeepSpeed's, around Transformers' SDPA."""
+    import deepspeed
     import torch
     import torch.distributed as dist
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from torch import nn
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    import deepspeed
 
     deepspeed.init_distributed(dist_init_required=False)
     num_heads, num_kv_heads, head_dim = heads
@@ -115,7 +116,11 @@ def count_sent_bytes() -> list[int]:
     all_to_all, exchange = dist.all_to_all_single, dist.batch_isend_irecv
 
     def counting_all_to_all(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **options: Any
+        output: Any,
+        input: Any,  # noqa: A002 - torch's name, which DeepSpeed gives
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **options: Any,
     ) -> Any:
         if input_split_sizes:
             own = input_split_sizes[dist.get_rank()]
@@ -137,7 +142,9 @@ def count_sent_bytes() -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", default="16,4,64", help="query heads, key-value heads, head size")
     parser.add_argument("--ranks", default="2,4")
@@ -160,7 +167,9 @@ def main() -> None:
         peer = told[0]["DeepSpeed sp"][0]
         for name, (seconds, num_bytes) in told[0].items():
             ratio = peer / seconds
-            print(f"{num_ranks} ranks  {name:13} {1000 * seconds:8.1f} ms  {ratio:5.2f} x  {num_bytes / 2**20:7.2f} MiB")
+            print(
+                f"{num_ranks} ranks  {name:13} {1000 * seconds:8.1f} ms  {ratio:5.2f} x  {num_bytes / 2**20:7.2f} MiB"
+            )
             rows.append({"ranks": num_ranks, "variant": name, "seconds": seconds, "sent_bytes": num_bytes})
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -21,7 +21,12 @@ ENVIRONMENT = {
     # Freed memory goes back to the system at once, so that the resident set is what is used.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
 }
-MODEL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20}
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 1 << 20,
+}
 
 
 def measure(worker: Worker, folder: Path, sizes: dict[str, int], num_tokens: int, length: int) -> None:
@@ -88,7 +93,9 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a document")
     parser.add_argument("--json", type=Path)
@@ -99,7 +106,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         build_tiny_model(model, **MODEL)
-        layouts = [{}, {"sp_size": 2}, {"sp_size": 4}, {"cp_size": 2}, {"cp_size": 4}, {"cp_size": 2, "sp_size": 2}]
+        layouts = [
+            {},
+            {"sp_size": 2},
+            {"sp_size": 4},
+            {"cp_size": 2},
+            {"cp_size": 4},
+            {"cp_size": 2, "sp_size": 2},
+        ]
         for sizes in layouts:
             num_ranks = sizes.get("sp_size", 1) * sizes.get("cp_size", 1)
             sent: dict[int, dict[str, Any]] = {}
@@ -113,9 +127,13 @@ def main() -> None:
                 on_message=sent.__setitem__,
             )
             peak = max(row["peak_bytes"] for row in sent.values())
-            name = "".join(f"{axis.removesuffix('_size')}{size}" for axis, size in sizes.items()) or "one rank"
+            name = (
+                "".join(f"{axis.removesuffix('_size')}{size}" for axis, size in sizes.items()) or "one rank"
+            )
             first = rows[0]["peak_bytes"] if rows else peak
-            rows.append({"layout": name, "ranks": num_ranks, **sent[0], "peak_bytes": peak, "share": peak / first})
+            rows.append(
+                {"layout": name, "ranks": num_ranks, **sent[0], "peak_bytes": peak, "share": peak / first}
+            )
             bound = 1 / num_ranks + 0.15
             print(
                 f"{name:10} {peak / 2**20:8.0f} MiB  {peak / first:5.3f} of one rank's (bound {bound:.3f})  "

@@ -75,19 +75,12 @@ def reference() -> Callable[[str], Steps]:
 
 
 def plain_training(adapter: str) -> Steps:
-    """Transformers' own model, attention and padding, full logits, one sum, one divisor.
-
-    The cross-entropy is taken in float64: torch's float32 one adds up 49,152 small terms in a row, and is off by more
-    than the engines are.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """What one plain process makes of the conversations."""
+    from transformers import AutoTokenizer
 
     from hfpar.data.build import Recipe, encode_rows
     from hfpar.data.chat.encode import EncodeOptions
     from hfpar.data.plan import plan_epoch
-    from hfpar.data.stream import pad_batch
-    from hfpar.models.adapters import add_lora
 
     recipe = Recipe("messages", None, EncodeOptions(max_length=MAX_LENGTH))
     samples = encode_rows(conversations(), AutoTokenizer.from_pretrained(MODEL), recipe)
@@ -100,6 +93,21 @@ def plain_training(adapter: str) -> Steps:
         per_device_train_batch_size=NUM_CONVERSATIONS // NUM_STEPS,
         max_tokens_per_batch=None,
     )
+    return plain_steps(adapter, [[samples[index] for index in indices] for ((indices,),) in plan.steps])
+
+
+def plain_steps(adapter: str, steps: list[list[Any]], rows_at_once: int = 8) -> Steps:
+    """Transformers' own model, attention and padding, full logits, one sum, one divisor.
+
+    The cross-entropy is taken in float64: torch's float32 one adds up 49,152 small terms in a row, and is off by more
+    than the engines are.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hfpar.data.stream import pad_batch
+    from hfpar.models.adapters import add_lora
+
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="sdpa")
     if adapter == "lora":
         model = add_lora(
@@ -113,13 +121,12 @@ def plain_training(adapter: str) -> Steps:
         )
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATES[adapter], weight_decay=0.0)
-    steps: Steps = []
-    for ((indices,),) in plan.steps:
-        step = [samples[index] for index in indices]
+    taken: Steps = []
+    for step in steps:
         num_label_tokens = sum(label != -100 for sample in step for label in sample.labels[1:])
         total = 0.0
-        for start in range(0, len(step), 8):
-            batch = pad_batch(step[start : start + 8], pad_token_id=0)
+        for start in range(0, len(step), rows_at_once):
+            batch = pad_batch(step[start : start + rows_at_once], pad_token_id=0)
             logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1).double(), batch.labels[:, 1:].flatten(), reduction="sum"
@@ -132,8 +139,8 @@ def plain_training(adapter: str) -> Steps:
             parameter.grad.mul_(min(1.0, 1.0 / (norm + 1e-6)))
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((total / num_label_tokens, norm))
-    return steps
+        taken.append((total / num_label_tokens, norm))
+    return taken
 
 
 def table_row(name: str, adapter: str, steps: Steps) -> str:
