@@ -44,6 +44,7 @@ def show(
     else:
         batches = f"{config.per_device_train_batch_size} samples"
     per = "in the first window" if config.streaming else "an epoch"
+    ranks = "ranks" if layout.sequence_size == 1 else "data-parallel ranks"
     devices = f"{layout.world_size} x {engine.device.type}"
     rows = [
         (
@@ -53,7 +54,8 @@ def show(
         ("model", f"{config.model_name_or_path} ({type(_base(engine)).__name__}, {config.dtype})"),
         ("parameters", f"{format_count(num_trained)} trained of {format_count(num_all)}"),
         *_data_rows(config, run_data),
-        ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} ranks"),
+        ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} {ranks}"),
+        *_sequence_rows(layout),
         ("padding saved", f"{100 * loader.padding_saved:.0f} % of what padded batches would compute"),
         ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} {per}), from {position.step}"),
         ("memory", f"{format_bytes(memory)} on the fullest rank, before the first step"),
@@ -61,6 +63,15 @@ def show(
     ]
     if layout.rank == 0:
         print_summary(rows, "hfpar fine-tuning")
+
+
+def _sequence_rows(layout: Layout) -> list[tuple[str, str]]:
+    """Who shares a stream, where somebody does."""
+    if layout.sequence_size == 1:
+        return []
+    sizes = {"cp": layout.cp_size, "sp": layout.sp_size}
+    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    return [("sequence", f"{layout.sequence_size} ranks share a stream: {product}")]
 
 
 def _data_rows(config: SFTConfig, run_data: RunData) -> list[tuple[str, str]]:

@@ -126,6 +126,33 @@ def test_two_nodes(
     assert nodes[1].output == ""
 
 
+@pytest.mark.parametrize(("engine", "size"), [("zero3", "sp_size"), ("fsdp2", "cp_size")])
+def test_the_file_lets_ranks_share_a_sequence(
+    start_training: Callable[..., Any],
+    inputs: Any,
+    tmp_path: Path,
+    metrics: Callable[[Path], Any],
+    expected: list[float],
+    engine: str,
+    size: str,
+) -> None:
+    """As Accelerate writes it for its own implementations, which would refuse to run on a CPU."""
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    config = tmp_path / "accelerate.yaml"
+    shutil.copy(Path(__file__).parents[2] / "accelerate_configs" / f"{engine}.yaml", config)
+    with config.open("a") as file:
+        file.write(f"parallelism_config:\n  parallelism_config_{size}: 2\n")
+    same_batch = ("--per_device_train_batch_size", "4")  # of one data-parallel rank
+    program = start_training(config, *training(inputs, "run"), *same_batch)
+    assert program.wait() == 0, program.output
+    assert numbers(metrics(tmp_path / "run")) == pytest.approx(expected, rel=1e-4)
+    axis = size.removesuffix("_size")
+    assert f"{engine} on 2 x cpu, layout {axis}2" in program.output
+    assert f"2 ranks share a stream: {axis} 2\n" in program.output
+    assert_quiet(program.output)
+
+
 # Launches that aren't what their file says; those of every kind are in tests/unit/test_accelerator.py
 
 

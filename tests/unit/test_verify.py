@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from hfpar.attention.placement import place
-from hfpar.errors import ConfigError
-from hfpar.verify import extensions, report
+from hfpar.errors import ConfigError, HfparError
+from hfpar.models.load import load_model_config
+from hfpar.verify import extensions, report, run
 from hfpar.verify.cells import Cell, Errors, Result, layout_refusal, layout_sizes, make_cells
 from hfpar.verify.compare import compare_gradients, compare_parameters, relative, worst_of
 from hfpar.verify.documents import IGNORE_INDEX, count_labels, deal, make_windows
 from hfpar.verify.processes import WorkerError
+from hfpar.verify.reference import build_checkpoint
 from hfpar.verify.worker import make_stream
 
 CELL = Cell("ddp", "dp2", "full", "packed")
@@ -181,6 +184,29 @@ def test_the_documents_are_cut_wherever_it_hurts(layout):
         assert unlabelled, "a slice without a label"
     if layout.startswith("dp2"):
         assert any(not documents for documents, _, _ in shards), "a stand-in stream, cut"
+
+
+# What the processes are told
+
+
+def test_processes_are_grouped_by_number_and_the_copy_has_heads_for_all_layouts(tmp_path, monkeypatch):
+    started = []
+
+    def run_processes(function, world_size, arguments, **options):
+        started.append((world_size, arguments))
+
+    monkeypatch.setattr(run, "run_processes", run_processes)
+    cells = make_cells("ddp", "sp4,dp2,cp2,tp2,cp2sp2", "full", "packed")
+    with pytest.raises(HfparError, match="no result for ddp dp2 full packed, ddp cp2 full packed"):
+        run.verify(cells, tmp_path, device="cpu")
+    assert started[0] == (1, (None, ["full"], 4, tmp_path))
+    assert started[1] == (2, ([(1, cells[1]), (2, cells[2])], tmp_path))
+
+
+def test_the_copy_keeps_enough_heads(tmp_path):
+    config = Qwen2Config(hidden_size=64, num_attention_heads=8, num_key_value_heads=8)
+    build_checkpoint(config, tmp_path, fewest_heads=6)
+    assert load_model_config(tmp_path).num_attention_heads >= 6
 
 
 # DeepSpeed's op
