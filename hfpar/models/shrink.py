@@ -21,6 +21,16 @@ VOCAB_SIZE = 384
 SLIDING_WINDOW = 8
 """A sliding window shrinks to this: documents of more tokens than this feel it."""
 
+_LENGTHS = {
+    "sliding_window": SLIDING_WINDOW,
+    "attention_chunk_size": SLIDING_WINDOW,
+    "floor_scale": SLIDING_WINDOW,
+    "index_topk": SLIDING_WINDOW,
+    "index_topk_blocks": 1,
+    "index_block_size": 4,
+}
+"""Numbers of tokens or blocks from which on layers compute something else; a copy's documents must go beyond."""
+
 _NUM_EXPERTS = 4
 _MAX_QUERY_GROUP = 8
 _LEARNED_POSITIONS = 256
@@ -28,15 +38,23 @@ _LEARNED_POSITIONS = 256
 # The names under which families keep the same size.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_INTERMEDIATE_SIZE = ("intermediate_size", "n_inner", "ffn_dim", "intermediate_size_mlp")
+_INTERMEDIATE_SIZE = (
+    "intermediate_size",
+    "n_inner",
+    "dff",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "intermediate_size_mlp",
+)
 _EXPERT_SIZE = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
     "expert_ffn_hidden_size",
 )
+_SIDE_SIZES = ("hidden_size_per_layer_input", "laurel_rank")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
@@ -61,13 +79,14 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> Pretrai
         )
     head_dim = _shrink_heads(values, fewest_heads)
     _shrink_latent_attention(values)
+    _shrink_state_space(values)
     _shrink_rotary(values, head_dim)
     _shrink_layers(values)
     _shrink_experts(values)
     _shrink_vocabulary(values)
-    if values.get("sliding_window") is not None:
-        values["sliding_window"] = SLIDING_WINDOW
     for name in values:
+        if name in _LENGTHS and values[name]:
+            values[name] = min(values[name], _LENGTHS[name])
         if name.endswith(("dropout", "_pdrop", "_jitter_noise")):
             values[name] = 0.0
     for name in ("quantization_config", "_name_or_path"):
@@ -110,10 +129,15 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
         values["head_dim"] = new_head_dim
     if values.get("query_pre_attn_scalar") is not None:
         values["query_pre_attn_scalar"] = max(values["query_pre_attn_scalar"] * new_head_dim // head_dim, 1)
+    if values.get("rotary_dim"):
+        values["rotary_dim"] = max(values["rotary_dim"] * new_head_dim // head_dim, 2)
+    for layer in (values.get("per_layer_config") or {}).values():
+        if "head_dim" in layer:
+            layer["head_dim"] = layer["head_dim"] * new_head_dim // head_dim
     for name in _INTERMEDIATE_SIZE:
         if values.get(name) is not None:
             values[name] = 2 * new_hidden
-    for name in _EXPERT_SIZE:
+    for name in (*_EXPERT_SIZE, *_SIDE_SIZES):
         if values.get(name):
             values[name] = new_hidden // 2
     return new_head_dim
@@ -133,6 +157,17 @@ def _shrink_latent_attention(values: dict[str, Any]) -> None:
         values["qk_head_dim"] = 24
     if values.get("head_dim") is not None:
         values["head_dim"] = values["qk_rope_head_dim"]
+
+
+def _shrink_state_space(values: dict[str, Any]) -> None:
+    """Mamba's, which a family may have sizes for without having such layers."""
+    if not values.get("mamba_n_heads") or not values.get("mamba_expand"):
+        return
+    values["mamba_n_heads"], values["mamba_n_groups"], values["mamba_d_state"] = 4, 1, 16
+    size = values["mamba_expand"] * values["hidden_size"]
+    values["mamba_d_head"] = size // 4
+    if "mamba_d_ssm" in values:
+        values["mamba_d_ssm"] = size
 
 
 def _shrink_rotary(values: dict[str, Any], head_dim: int) -> None:
@@ -162,6 +197,7 @@ def _shrink_layers(values: dict[str, Any]) -> None:
     per_layer = [
         key for key, value in values.items() if isinstance(value, list) and len(value) == count and count > 1
     ]
+    first_shared = count - (values.get("num_kv_shared_layers") or 0)
     dense_first = values.get("first_k_dense_replace")
     dense_layers = values.get("mlp_only_layers")
     sparse_step = values.get("decoder_sparse_step") or 1
@@ -169,7 +205,7 @@ def _shrink_layers(values: dict[str, Any]) -> None:
     def kind(layer: int) -> tuple[str, ...]:
         listed = [str(values[key][layer]) for key in per_layer]
         dense = [str(dense_first is not None and layer < dense_first), str(layer in (dense_layers or ()))]
-        return (*listed, *dense)
+        return (*listed, *dense, str(layer >= first_shared))
 
     first_of_kind: dict[tuple[str, ...], int] = {}
     for layer in range(count):
@@ -182,6 +218,11 @@ def _shrink_layers(values: dict[str, Any]) -> None:
     values[name] = len(layers)
     for key in per_layer:
         values[key] = [values[key][layer] for layer in layers]
+    if values.get("num_kv_shared_layers"):
+        values["num_kv_shared_layers"] = sum(layer >= first_shared for layer in layers)
+    if values.get("per_layer_config"):
+        own = {int(layer): settings for layer, settings in values["per_layer_config"].items()}
+        values["per_layer_config"] = {str(new): own[old] for new, old in enumerate(layers) if old in own}
     if dense_first is not None:
         values["first_k_dense_replace"] = sum(layer < dense_first for layer in layers)
     if dense_layers:
@@ -195,6 +236,8 @@ def _shrink_experts(values: dict[str, Any]) -> None:
     if name is None or not values[name]:
         return
     values[name] = min(values[name], _NUM_EXPERTS)
+    if values.get("zero_expert_num"):
+        values["zero_expert_num"] = min(values["zero_expert_num"], _NUM_EXPERTS)
     for per_token in _EXPERTS_PER_TOKEN:
         if values.get(per_token):
             values[per_token] = min(values[per_token], _NUM_EXPERTS // 2)
@@ -207,7 +250,9 @@ def _shrink_experts(values: dict[str, Any]) -> None:
 
 def _shrink_vocabulary(values: dict[str, Any]) -> None:
     """Fewer words; special tokens that were the same stay the same."""
-    values["vocab_size"] = min(values["vocab_size"], VOCAB_SIZE)
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if values.get(name):
+            values[name] = min(values[name], VOCAB_SIZE)
     renumbered: dict[int, int] = {}
 
     def renumber(token: int) -> int:

@@ -88,10 +88,11 @@ def shard_stream(stream: TokenStream, layout: Layout) -> StreamShard:
     index = torch.cat([torch.arange(start, stop) for start, stop in placement.ranges(layout.cp_rank)])
     index = index.chunk(layout.sp_size)[layout.sp_rank]
     padding = torch.cat([torch.arange(length) for length in (0, *placement.lengths[len(lengths) :])])
-    zeros, unlabelled = torch.zeros_like(padding), torch.full_like(padding, IGNORE_INDEX)
+    # Copies of a token that is there: the embedding of another may be all zeros, whose gradient can be NaN.
+    copies, unlabelled = stream.input_ids[0, :1].expand_as(padding), torch.full_like(padding, IGNORE_INDEX)
     labels = _pick(stream.labels, unlabelled, index)
     return StreamShard(
-        input_ids=_pick(stream.input_ids, zeros, index),
+        input_ids=_pick(stream.input_ids, copies, index),
         position_ids=_pick(stream.position_ids, padding, index),
         labels=labels,
         cu_seqlens=torch.tensor([0, *placement.lengths]).cumsum(0).int(),

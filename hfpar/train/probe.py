@@ -56,10 +56,7 @@ def check_family(
             state_dict, expected = _plain_gradients(small, trust_remote_code)
         except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
             if _keeps_a_state(config):
-                raise ConfigError(
-                    f"model_name_or_path: {config.model_type} carries a state from token to token, which would run "
-                    "on from one packed document into the next; hfpar can't train it"
-                ) from error
+                raise _state_refusal(config) from error
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"model_name_or_path: {config.model_type} couldn't be checked on a tiny copy ({reason}); hfpar only "
@@ -79,6 +76,8 @@ def _compare(
 ) -> None:
     difference = _relative_difference(mine, expected)
     if not difference < TOLERANCE:
+        if _keeps_a_state(config):
+            raise _state_refusal(config)
         raise ConfigError(
             f"model_name_or_path: {config.model_type} {what} (gradients of a tiny copy differ by "
             f"{difference:.1e}); {advice}"
@@ -89,6 +88,13 @@ def _keeps_a_state(config: PretrainedConfig) -> bool:
     """Whether Transformers says so of the model's class (Mamba and its kin)."""
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return bool(getattr(model_class, "_is_stateful", False))
+
+
+def _state_refusal(config: PretrainedConfig) -> ConfigError:
+    return ConfigError(
+        f"model_name_or_path: {config.model_type} carries a state from token to token, which would run on from one "
+        "packed document into the next; hfpar can't train it"
+    )
 
 
 def _documents(vocab_size: int) -> list[Sample]:

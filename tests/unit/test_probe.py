@@ -46,6 +46,35 @@ def test_states_that_run_on_between_documents_are_refused(name):
         check_family(getattr(transformers, name)())
 
 
+@pytest.mark.parametrize("name", ["JambaConfig", "BambaConfig", "FalconH1Config", "Mamba2Config"])
+def test_a_state_is_named_as_the_reason(name):
+    with pytest.raises(ConfigError, match="carries a state from token to token"):
+        check_family(getattr(transformers, name)())
+
+
+def test_attention_without_the_state_layers_of_its_family_passes():
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "mamba_n_heads": 64}
+    check_family(transformers.GraniteMoeHybridConfig(num_local_experts=0, num_experts_per_tok=0, **layers))
+
+
+SPARSE = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Llama4TextConfig(num_hidden_layers=4),
+        transformers.Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=None),  # scales by position
+        transformers.MiniMaxM3VLTextConfig(mlp_layer_types=["dense", "sparse"], **SPARSE),
+    ],
+    ids=["chunks", "scale", "blocks"],
+)
+def test_layers_that_differ_only_in_long_documents_are_noticed(config):
+    """Llama 4 from 8,192 tokens on, MiniMax-M3 from 2,048 on; the copies from a few on."""
+    with pytest.raises(ConfigError, match="comes out wrong when documents are packed"):
+        check_family(config)
+
+
 @pytest.mark.parametrize("name", ["BloomConfig", "MptConfig", "StableLmConfig"])
 def test_attention_that_does_not_hear_of_documents_is_refused(name):
     with pytest.raises(ConfigError, match="comes out wrong when|doesn't take packed documents"):
