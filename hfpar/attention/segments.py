@@ -96,7 +96,7 @@ def _index(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor | 
 
 def torch_refusal(query: Tensor, value: Tensor, scores: Scores) -> str | None:
     """Why torch's own varlen kernel can't compute this, or None."""
-    reason = varlen.varlen_refusal(query, value, scores) or _head_size_refusal(query)
+    reason = varlen.varlen_refusal(query, value, scores)
     if reason is None and not varlen.torch_varlen_installed():
         return f"attention with torch {torch.__version__}"
     return reason
@@ -104,12 +104,8 @@ def torch_refusal(query: Tensor, value: Tensor, scores: Scores) -> str | None:
 
 def flash_refusal(query: Tensor, value: Tensor, scores: Scores) -> str | None:
     """Why flash-attn can't compute this, or None."""
-    reason = varlen.flash_refusal(query, value, scores) or _head_size_refusal(query)
+    reason = varlen.flash_refusal(query, value, scores)
     return "attention without flash-attn" if reason is None and not varlen.flash_attn_installed() else reason
-
-
-def _head_size_refusal(query: Tensor) -> str | None:
-    return f"head size {query.shape[-1]}, not a multiple of 8" if query.shape[-1] % 8 else None
 
 
 def torch_forward(

@@ -48,6 +48,9 @@ class Scores:
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Documents, Scores], Tensor]
 
+_FIRST_CAPABILITY = (8, 0)
+"""Of the oldest GPUs that flash-attn's kernels, which torch's varlen function calls as well, are made for (Ampere)."""
+
 
 def eager(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
     """Written-out attention, document by document. Does everything."""
@@ -146,10 +149,15 @@ def flash_refusal(query: Tensor, value: Tensor, scores: Scores) -> str | None:
     """Why `flash_attention_2` can't compute this, or None."""
     if not query.is_cuda:
         return "a CPU tensor"
+    major, minor = torch.cuda.get_device_capability(query.device)
+    if (major, minor) < _FIRST_CAPABILITY:
+        return f"on a GPU of compute capability {major}.{minor} (8.0 or newer only)"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"{query.dtype} (fp16 or bf16 only)"
     if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
         return f"head sizes {query.shape[-1]} and {value.shape[-1]}"
+    if query.shape[-1] % 8:
+        return f"head size {query.shape[-1]}, not a multiple of 8"
     return "attention sinks" if scores.sinks is not None else None
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import types
 
 import pytest
 import torch
@@ -126,6 +127,39 @@ def test_a_kernel_asked_for_by_name_refuses_what_it_cannot_do():
         interface.attention_forward(
             torch.nn.Module(), query, key, value, None, attn_implementation="flash_attention_2", **arguments
         )
+
+
+def _on_gpu(head_dim=64, value_dim=64, dtype=torch.bfloat16):
+    """Query and value as far as refusals look at them."""
+    device = torch.device("cuda")
+    query = types.SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=(1, 4, 9, head_dim))
+    return query, types.SimpleNamespace(shape=(1, 4, 9, value_dim))
+
+
+def test_what_flash_attention_refuses_on_a_gpu(monkeypatch):
+    capability = [8, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(varlen, "flash_attn_installed", lambda: True)
+    monkeypatch.setattr(varlen, "torch_varlen_installed", lambda: True)
+    plain = Scores(1.0)
+    refusals = (varlen.flash_refusal, varlen.varlen_refusal)
+
+    def reasons(*tensors):
+        return {refusal(*tensors, plain) for refusal in refusals}
+
+    for head_dim in (8, 64, 72, 256):
+        assert reasons(*_on_gpu(head_dim, head_dim)) == {None}
+    assert varlen.best_kernel(*_on_gpu(), plain) is varlen.flash_attention_2
+    assert reasons(*_on_gpu(20, 20)) == {"head size 20, not a multiple of 8"}
+    assert reasons(*_on_gpu(264, 264)) == {"head sizes 264 and 264"}
+    assert reasons(*_on_gpu(192, 128)) == {"head sizes 192 and 128"}
+    assert reasons(*_on_gpu(dtype=torch.float32)) == {"torch.float32 (fp16 or bf16 only)"}
+    assert varlen.best_kernel(*_on_gpu(20, 20), plain) is varlen.sdpa
+    capability[:] = 7, 5
+    assert reasons(*_on_gpu()) == {"on a GPU of compute capability 7.5 (8.0 or newer only)"}
+    assert varlen.best_kernel(*_on_gpu(), plain) is varlen.sdpa
+    capability[:] = 10, 0
+    assert reasons(*_on_gpu()) == {None}
 
 
 def test_every_choice_of_the_config_has_a_kernel():

@@ -543,6 +543,7 @@ def test_choice_on_cuda(monkeypatch):
     installed = {"flash": True, "torch": True}
     monkeypatch.setattr(varlen, "flash_attn_installed", lambda: installed["flash"])
     monkeypatch.setattr(varlen, "torch_varlen_installed", lambda: installed["torch"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
     def choose(name, dtype=torch.bfloat16, head_dim=64, value_dim=64, **scores):
         query = types.SimpleNamespace(
