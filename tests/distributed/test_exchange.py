@@ -1,7 +1,6 @@
 """One attention layer whose stream is spread over ranks: what it computes, and every byte that it sends for it."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +165,15 @@ def run_case(worker: Any, case: Case, traffic: Traffic) -> dict[str, Any]:
 
     layout = Layout(worker.rank, worker.world_size, cp_size=case.cp_size, sp_size=case.sp_size)
     num_tokens = sum(case.lengths)
-    ends = list(accumulate(case.lengths, initial=0))
-    ids = [list(range(start + 1, stop + 1)) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+    ids = [[1] * length for length in case.lengths]
     shard = shard_stream(build_stream([Sample(tokens, tokens) for tokens in ids]), layout)
     arguments = shard.arguments(torch.device("cpu"))
-    index = arguments.pop("input_ids")[0] - 1  # which token of the stream each of mine is; -1: padding
+    arguments.pop("input_ids")
+    assert shard.sharding is not None
+    ranges = shard.sharding.placement.ranges(layout.cp_rank)
+    of_ring_rank = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    index = of_ring_rank.chunk(layout.sp_size)[layout.sp_rank]  # which token of the stream each of mine is
+    index = index.masked_fill(index >= num_tokens, -1)  # padding
     states = make_states(case, num_tokens)
     expected = written_out(case, states, num_tokens)
 
