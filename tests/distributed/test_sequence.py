@@ -4,7 +4,9 @@ Every batch goes through `layout.shard` into a patched Transformers model with i
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,18 +23,14 @@ PAD = 2
 """The model's end of text, too, and an ordinary token of these documents."""
 
 
+@cache
 def documents_of(name: str) -> list[Sample]:
     """The documents of a global batch."""
 
-    def random(*lengths: int, seed: int = 3) -> list[Sample]:
-        samples = make_samples(len(lengths), seed, longest=2)
-        tokens = [sample.input_ids for sample in make_samples(sum(lengths), seed)]
-        flat = [token for row in tokens for token in row]
-        samples = []
-        for length in lengths:
-            row, flat = [*flat[: length - 1], PAD], flat[length - 1 :]
-            samples.append(Sample(row, row))
-        return samples
+    def random(*lengths: int) -> list[Sample]:
+        rng = Random(sum(lengths))
+        rows = [[*(rng.randrange(VOCAB_SIZE) for _ in range(length - 1)), PAD] for length in lengths]
+        return [Sample(row, row) for row in rows]
 
     def labelled(samples: list[Sample], labels: dict[int, range]) -> list[Sample]:
         """Only these positions of these documents keep their labels."""
@@ -177,9 +175,12 @@ def shared_step(
         loss.backward()
         total += loss.detach()
     gradients = gradients_of(model)
-    for value in (total, *gradients.values()):
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
+    values = (total, *gradients.values())
+    flat = torch.cat([value.flatten() for value in values])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for value, mean in zip(values, flat.split([value.numel() for value in values]), strict=True):
+        value.copy_(mean.view_as(value))
     return float(total), gradients
 
 
