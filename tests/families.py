@@ -384,7 +384,7 @@ REFUSED = {
         {"num_key_value_heads": 8},
     ),
     "biogpt": Family("BioGPT", "BioGptConfig", "positions of its own"),
-    "xglm": Family("XGLM", "XGLMConfig", "positions of its own"),
+    "xglm": Family("XGLM", "XGLMConfig", "positions of its own", {"attention_dropout": 0.0}),
     "dbrx": Family("DBRX", "DbrxConfig", "a config that Transformers itself can't build"),
     "gemma3_vision": Family("Gemma 3 with vision", "Gemma3Config", "more than text"),
     "llama4_vision": Family("Llama 4 with vision", "Llama4Config", "more than text"),

@@ -31,6 +31,9 @@ _LENGTHS = {
 }
 """Numbers of tokens or blocks from which on layers compute something else; a copy's documents must go beyond."""
 
+_SOFTCAP = 2.0
+"""A copy's scores and logits are small; a cap of 50 would hardly change them."""
+
 _NUM_EXPERTS = 4
 _MAX_QUERY_GROUP = 8
 _LEARNED_POSITIONS = 256
@@ -89,6 +92,8 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> Pretrai
             values[name] = min(values[name], _LENGTHS[name])
         if name.endswith(("dropout", "_pdrop", "_jitter_noise")):
             values[name] = 0.0
+        if name.endswith(("softcapping", "soft_cap")) and values[name]:
+            values[name] = min(values[name], _SOFTCAP)
     for name in ("quantization_config", "_name_or_path"):
         values.pop(name, None)
     values["dtype"] = "float32"
@@ -111,7 +116,8 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
     kv_name = _first(values, _KV_HEADS)
     kv_heads = values[kv_name] if kv_name else heads
     group = min(max(heads // kv_heads, 1), _MAX_QUERY_GROUP)
-    new_kv_heads = max(4 if group == 1 else min(kv_heads, 2), min(-(-fewest_heads // group), kv_heads))
+    few = 3 if kv_heads % 2 else 2  # an odd number stays one: ranks then share them unevenly
+    new_kv_heads = max(4 if group == 1 else min(kv_heads, few), min(-(-fewest_heads // group), kv_heads))
     new_heads = new_kv_heads * group
 
     explicit = values.get("head_dim") is not None

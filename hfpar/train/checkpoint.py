@@ -33,7 +33,7 @@ ANY_TO_ANY = frozenset(("ddp", "fsdp2"))
 FREE_TO_CHANGE = frozenset(
     "output_dir overwrite resume logging_steps eval_steps save_steps save_total_limit report_to run_name "
     "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size "
-    "eval_dataset dataset_num_proc token_cache".split()
+    "eval_dataset dataset_num_proc token_cache sp_size cp_size".split()
 )
 """Settings that a resumed run may change. The batch is compared as a whole (`TrainerState.global_batch`)."""
 

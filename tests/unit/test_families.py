@@ -79,6 +79,7 @@ def test_the_ratio_of_query_to_key_value_heads_stays() -> None:
     for family, group in {"smollm2": 3, "qwen2": 7, "gemma2": 2, "mistral": 4, "gpt_oss": 8}.items():
         small = shrunk(family)
         assert small["num_attention_heads"] == group * small["num_key_value_heads"], family
+    assert shrunk("smollm2")["num_key_value_heads"] == 3  # of 3: an odd number, as ranks deal them unevenly
     assert shrunk("phi3")["num_attention_heads"] == shrunk("phi3")["num_key_value_heads"]
 
 
@@ -123,7 +124,7 @@ def test_other_lengths_from_which_layers_differ_bite_too() -> None:
 
 def test_what_a_layer_computes_stays() -> None:
     gemma = shrunk("gemma2")
-    assert (gemma["attn_logit_softcapping"], gemma["final_logit_softcapping"]) == (50.0, 30.0)
+    assert gemma["attn_logit_softcapping"] == gemma["final_logit_softcapping"] == 2.0  # smaller, so as to bite
     assert gemma["query_pre_attn_scalar"] == gemma["head_dim"]
     assert gemma["tie_word_embeddings"] is True
     assert shrunk("granite")["logits_scaling"] == 8.0
