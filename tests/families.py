@@ -102,10 +102,14 @@ EVERYDAY = {
     "mixtral": Family("Mixtral", "MixtralConfig", "experts"),
     "gemma": Family("Gemma", "GemmaConfig", "scaled and tied embeddings"),
     "gemma2": Family(
-        "Gemma 2", "Gemma2Config", "soft-capped scores and logits, window in every other layer, tied embeddings"
+        "Gemma 2",
+        "Gemma2Config",
+        "soft-capped scores and logits, window in every other layer, tied embeddings",
     ),
     "gemma3": Family(
-        "Gemma 3 (text)", "Gemma3TextConfig", "window in most layers, two rotary bases, norms of queries and keys"
+        "Gemma 3 (text)",
+        "Gemma3TextConfig",
+        "window in most layers, two rotary bases, norms of queries and keys",
     ),
     "phi3": Family("Phi-3", "Phi3Config", "fused q, k and v, window", {"sliding_window": 2047}),
     "phi3_longrope": Family(
@@ -204,7 +208,9 @@ OTHERS = {
     "flex_olmo": Family("FlexOlmo", "FlexOlmoConfig", "experts, norms after the layer"),
     "flint": Family("Flint", "FlintConfig", "window, experts"),
     "gemma3n": Family(
-        "Gemma 3n (text)", "Gemma3nTextConfig", "layers that share keys and values, window, soft-capped logits"
+        "Gemma 3n (text)",
+        "Gemma3nTextConfig",
+        "layers that share keys and values, window, soft-capped logits",
     ),
     "gemma4": Family("Gemma 4 (text)", "Gemma4TextConfig", "wider heads in layers without window"),
     "gemma4_shared": Family(
@@ -235,7 +241,9 @@ OTHERS = {
     ),
     "granite_swa": Family("Granite SWASH", "GraniteSWAConfig", "window in some layers"),
     "granitemoe_swa": Family("Granite SWASH MoE", "GraniteMoeSWAConfig", "window in some layers, experts"),
-    "granitemoeshared": Family("Granite MoE, shared expert", "GraniteMoeSharedConfig", "experts and a shared one"),
+    "granitemoeshared": Family(
+        "Granite MoE, shared expert", "GraniteMoeSharedConfig", "experts and a shared one"
+    ),
     "helium": Family("Helium", "HeliumConfig", "grouped queries"),
     "hrm_text": Family("HRM-Text", "HrmTextConfig", "layers that run several times"),
     "hunyuan": Family(

@@ -50,7 +50,9 @@ state from token to token: packed documents would run into each other, and ranks
 """
 
 _NUMBER = re.compile(r"\d(\.\d)?e[-+]?\d+")
-_DETAIL = re.compile(r" \(gradients of a tiny copy differ by [^)]*\)|; hfpar (can't train it|only trains what .*)$")
+_DETAIL = re.compile(
+    r" \(gradients of a tiny copy differ by [^)]*\)|; hfpar (can't train it|only trains what .*)$"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,12 @@ def render(results: Results) -> str:
 
 
 def _row(family: Family, cells: Mapping[str, Cell], columns: tuple[str, ...]) -> list[str]:
-    return [family.title, f"`{family.model_type}`", family.special, *(cells[column].text for column in columns)]
+    return [
+        family.title,
+        f"`{family.model_type}`",
+        family.special,
+        *(cells[column].text for column in columns),
+    ]
 
 
 def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:

@@ -292,7 +292,9 @@ def named(family: str) -> Iterator[None]:
 def give_each_rank_the_first_sinks(patch: pytest.MonkeyPatch, rank: int) -> None:
     attend = sharded._attend
 
-    def first(query: Any, key: Any, value: Any, sharding: Any, cu_seqlens: Any, scores: Any, *rest: Any) -> Any:
+    def first(
+        query: Any, key: Any, value: Any, sharding: Any, cu_seqlens: Any, scores: Any, *rest: Any
+    ) -> Any:
         wrong = replace(scores, sinks=scores.sinks.roll(1))
         return attend(query, key, value, sharding, cu_seqlens, wrong, *rest)
 
@@ -304,9 +306,7 @@ def forget_the_window_in_the_ring(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def unbounded(query: Any, key: Any, value: Any, steps: Any, ring: Any, scores: Any, *rest: Any) -> Any:
         whole = forget.sharding.steps(None)
-        return ring_attention(
-            query, key, value, whole, ring, replace(scores, sliding_window=None), *rest
-        )
+        return ring_attention(query, key, value, whole, ring, replace(scores, sliding_window=None), *rest)
 
     steps = sharded.StreamSharding.steps
 

@@ -124,7 +124,9 @@ def test_other_lengths_from_which_layers_differ_bite_too() -> None:
 
 def test_what_a_layer_computes_stays() -> None:
     gemma = shrunk("gemma2")
-    assert gemma["attn_logit_softcapping"] == gemma["final_logit_softcapping"] == 2.0  # smaller, so as to bite
+    assert (
+        gemma["attn_logit_softcapping"] == gemma["final_logit_softcapping"] == 2.0
+    )  # smaller, so as to bite
     assert gemma["query_pre_attn_scalar"] == gemma["head_dim"]
     assert gemma["tie_word_embeddings"] is True
     assert shrunk("granite")["logits_scaling"] == 8.0

@@ -36,7 +36,9 @@ def test_every_rank_has_coordinates_of_its_own():
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused():
-    with pytest.raises(ConfigError, match=r"^tp_size 4 doesn't divide the 6 processes; with 6, it can be 1 or 2 or 3"):
+    with pytest.raises(
+        ConfigError, match=r"^tp_size 4 doesn't divide the 6 processes; with 6, it can be 1 or 2 or 3"
+    ):
         Layout(rank=0, world_size=6, tp_size=4)
     with pytest.raises(ConfigError, match=r"^cp_size 2 x sp_size 2 = 4 doesn't divide the 6 processes"):
         Layout(rank=0, world_size=6, cp_size=2, sp_size=2)
