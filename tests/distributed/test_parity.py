@@ -67,9 +67,9 @@ def test_four_ranks(tmp_path, model):
     layouts = {
         "sp2cp2": ("zero3", "fsdp2"),
         "sp4": ("zero2", "ddp"),
-        "cp4": ("fsdp2", "zero2"),
+        "cp4": ("fsdp2", "zero1"),
         "dp2sp2": ("ddp", "zero1"),
-        "cp2dp2": ("zero3", "ddp"),
+        "cp2dp2": ("zero2", "ddp"),
     }
     cells = [
         Cell(engine, layout, adapter, batching)
