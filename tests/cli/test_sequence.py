@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +135,6 @@ def make_mistakes(inputs: Any, folder: Path) -> dict[str, dict[str, Any]]:
             "--num_processes 4",
         },
         "none": {"flags": ["--sp_size", "0"], "line": "sp_size: 0.*at least 1"},
-        "negative": {"flags": ["--cp_size", "-2"], "line": "cp_size: -2.*at least 1"},
         "more ranks than heads": {
             "flags": ["--sp_size", "2", *model("one head", num_attention_heads=1, num_key_value_heads=1)],
             "line": "sp_size: 2 ranks share the model's 1 attention heads, so that some would have none; use sp_size "
@@ -253,34 +253,20 @@ def test_runs_on_two_ranks(
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size"), [("accelerate", "--cp_size"), ("hfpar", "--sp_size")], ids=["ring", "ulysses"]
-)
 def test_a_killed_rank(
-    start_training: Callable[..., Any],
-    inputs: Any,
-    tmp_path: Path,
-    patience: float,
-    launchers: Any,
-    launcher: str,
-    size: str,
+    start_training: Callable[..., Any], inputs: Any, tmp_path: Path, patience: float, launchers: Any
 ) -> None:
-    """The one that waits for it says so, or the launcher does; nobody hangs."""
+    """Under a launcher that says nothing of use, the rank that waits for a killed one's keys says it."""
     flags = ["--model_name_or_path", str(inputs.model), "--dataset", str(inputs.data), "--output_dir", "run"]
-    flags += [size, "2", "--max_steps", "100000", "--save_steps", "1", "--save_total_limit", "2"]
-    program = start_training("ddp", *flags, launcher=launchers[launcher])
+    flags += ["--cp_size", "2", "--max_steps", "100000", "--save_steps", "1", "--save_total_limit", "2"]
+    program = start_training("ddp", *flags, launcher=launchers["accelerate"])
     program.wait_for(lambda: (tmp_path / "run" / "checkpoint-2").is_dir())
     begin = time.monotonic()
     program.workers()[1].kill()
-    exit_code = program.wait()
+    assert program.wait() == 1
     assert time.monotonic() - begin < SECONDS_TO_END * patience
-    (line,) = program.lines("hfpar") + program.lines("hfpar launch")
-    if launcher == "hfpar":
-        assert exit_code == 128 + 9
-        assert line == "hfpar launch: rank 1 was killed by SIGKILL (often: the machine is out of memory)"
-    else:
-        assert exit_code == 1
-        assert line.startswith("hfpar: error: another process of this run ended (")
+    (line,) = program.lines("hfpar")
+    assert line.startswith("hfpar: error: another process of this run ended (")
 
 
 # The example
@@ -296,25 +282,19 @@ for sp_size in ("1", "2"):
 """
 
 
-def test_the_example(
-    start: Callable[..., Any],
-    inputs: Any,
-    tmp_path: Path,
-    launchers: Any,
-    launcher_configs: Path | None = None,
-) -> None:
+@pytest.mark.slow
+def test_the_example(start: Callable[..., Any], inputs: Any, tmp_path: Path, launchers: Any) -> None:
     """One process, and two of which each has its own batch, or which share one: the same figures."""
     assert len(EXAMPLE.read_text().splitlines()) <= 45
     rows = [{"text": f"{number} plus {number % 7} " * (1 + number % 5)} for number in range(24)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sizes.py").write_text(SIZES_PROGRAM)
-    config = ("--config_file", str(EXAMPLE.parents[1] / "accelerate_configs" / "ddp.yaml"))
-    launch = (*launchers["accelerate"], *config, "--main_process_port", "0")
-    arguments = (str(inputs.model), "texts.jsonl")
-    cache = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
-    one = start(*launch, "--num_processes", "1", str(EXAMPLE), *arguments, "1", **cache)
+    arguments = (str(EXAMPLE), str(inputs.model), "texts.jsonl")
+    one = start(sys.executable, *arguments, "1")
     assert one.wait() == 0, one.output
-    two = start(*launch, "--num_processes", "2", "sizes.py", str(EXAMPLE), *arguments, **cache)
+    config = ("--config_file", str(EXAMPLE.parents[1] / "accelerate_configs" / "ddp.yaml"))
+    options = ("--num_processes", "2", "--main_process_port", "0")
+    two = start(*launchers["accelerate"], *config, *options, "sizes.py", *arguments)
     assert two.wait() == 0, two.output
     pattern = re.compile(r"^step (\d+): loss ([\d.]+), gradient norm ([\d.]+)$", re.MULTILINE)
     expected = [tuple(map(float, row)) for row in pattern.findall(one.output)]
