@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfpar.parallel.apply import parallelize
+    from hfpar.loops import parallelize
     from hfpar.parallel.layout import Layout
 
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ __all__ = ["Layout", "__version__", "parallelize"]
 def __getattr__(name: str) -> Any:
     """Load torch and Transformers only for those who use them from here."""
     if name == "parallelize":
-        from hfpar.parallel.apply import parallelize
+        from hfpar.loops import parallelize
 
         return parallelize
     if name == "Layout":

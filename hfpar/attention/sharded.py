@@ -19,6 +19,7 @@ from hfpar.attention.blocks import choose_block_kernel
 from hfpar.attention.placement import Placement, Step, ring_steps
 from hfpar.attention.ring import Ring, repeat_kv_heads, ring_attention
 from hfpar.attention.varlen import Documents, Kernel, Scores
+from hfpar.errors import ConfigError, HfparError
 
 
 @dataclass(eq=False)
@@ -79,6 +80,17 @@ def sharded_attention(
         [1, T/n, H, Dv].
     """
     sharding.attention_calls += 1
+    expected = sharding.placement.tokens_per_rank // sharding.sp_size
+    if not query.shape[2] == key.shape[2] == expected:
+        raise HfparError(
+            f"attention: {query.shape[2]} queries and {key.shape[2]} keys, but the slice of the stream has {expected} "
+            "tokens; a call with one takes no cache and no virtual tokens"
+        )
+    if scores.dropout and sharding.cp_group is not None:
+        raise ConfigError(
+            f"cp_size: {sharding.placement.cp_size} with attention dropout of {scores.dropout}; ring attention has no "
+            "dropout: set it to 0 in the model's config, or use sp_size"
+        )
     dtype = query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

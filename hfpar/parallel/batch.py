@@ -43,12 +43,12 @@ def shard_batch(
     stream = to_stream(batch)
     device = batch["input_ids"].device
     if layout.sequence_size > 1:
-        _check_same(stream, layout, device)
+        _check_same(stream, layout)
     shard = shard_stream(stream, layout)
     arguments: dict[str, Any] = {**shard.arguments(device), "use_cache": False}
     if batch.get("labels") is not None:
         if num_items_in_batch is None:
-            num_items_in_batch = _count_labels(shard.num_label_tokens, layout, device)
+            num_items_in_batch = _count_labels(shard.num_label_tokens, layout)
         labels = shard.labels.to(device)
         share = torch.tensor(max(int(num_items_in_batch), 1) / layout.batch_size, device=device)
         # Transformers computes a loss where there are labels, and takes those that are shifted already from here.
@@ -134,19 +134,19 @@ def _check_documents(batch: Mapping[str, Any], cu_seqlens: Tensor) -> None:
             )
 
 
-def _count_labels(count: int, layout: Layout, device: torch.device) -> int:
+def _count_labels(count: int, layout: Layout) -> int:
     if layout.batch_size == 1:
         return count
-    total = torch.tensor(count, device=device)
+    total = torch.tensor(count, device=layout.device_type)
     dist.all_reduce(total, group=layout.batch_group)
     return int(total)
 
 
-def _check_same(stream: TokenStream, layout: Layout, device: torch.device) -> None:
+def _check_same(stream: TokenStream, layout: Layout) -> None:
     """Ranks that share a stream must have been given the same one; a sampler over all ranks gives each its own."""
     weights = torch.arange(1, stream.input_ids.shape[1] + 1)
     digest = int(((stream.input_ids[0] * 31 + stream.labels[0] * 7 + stream.position_ids[0]) * weights).sum())
-    bounds = torch.tensor([digest, -digest], device=device)
+    bounds = torch.tensor([digest, -digest], device=layout.device_type)
     dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=layout.sequence_group)
     if int(bounds[0]) != -int(bounds[1]):
         raise HfparError(

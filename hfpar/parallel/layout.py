@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -40,6 +41,9 @@ class Layout:
     def __post_init__(self) -> None:
         """Refuse sizes that don't divide the world."""
         sizes = {f"{axis}_size": getattr(self, f"{axis}_size") for axis in AXES if axis != "dp"}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name}: {size!r}; must be a whole number of at least 1")
         product = math.prod(sizes.values())
         if self.world_size % product:
             chosen = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -52,8 +56,17 @@ class Layout:
 
     @classmethod
     def of_world(cls, *, cp_size: int = 1, sp_size: int = 1) -> Layout:
-        """The layout of this process in the process group that exists (or of one process where there is none)."""
+        """The layout of this process in the process group that exists, or of one process where there is none.
+
+        Raises:
+            ConfigError: sizes that don't divide the processes, or no group yet for several of them.
+        """
         if not dist.is_initialized():
+            if cp_size != 1 or sp_size != 1:
+                raise ConfigError(
+                    f"cp_size: {cp_size}, sp_size: {sp_size} before there is a process group; make it first "
+                    "(Accelerator() does, in a launch of several processes)"
+                )
             return cls(rank=0, world_size=1, cp_size=cp_size, sp_size=sp_size)
         return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), cp_size=cp_size, sp_size=sp_size)
 
@@ -111,22 +124,30 @@ class Layout:
         sizes = zip(AXES, self.sizes, strict=True)
         return "".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "dp1"
 
+    @property
+    def device_type(self) -> str:
+        """`cuda` where ranks talk through NCCL, else `cpu`."""
+        return "cuda" if "nccl" in str(dist.get_backend()) or "cuda" in str(dist.get_backend()) else "cpu"
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The only DeviceMesh, with the axes of `AXES`. Every rank must ask for it together."""
-        return init_device_mesh(_device_type(), self.sizes, mesh_dim_names=AXES)
+        return init_device_mesh(self.device_type, self.sizes, mesh_dim_names=AXES)
 
     @cached_property
     def batch_mesh(self) -> DeviceMesh:
         """One axis over the batch group: what FSDP2 shards over."""
         if self.batch_size == self.world_size:
-            return DeviceMesh.from_group(self.batch_group, _device_type(), mesh_dim_names=("batch",))
+            return DeviceMesh.from_group(self.batch_group, self.device_type, mesh_dim_names=("batch",))
         return self.mesh[BATCH_AXES]._flatten("batch")
 
     @cached_property
     def cp_group(self) -> dist.ProcessGroup:
         """The ring: ranks that differ in `cp_rank` alone."""
-        return self.mesh["cp"].get_group()
+        group = self.mesh["cp"].get_group()
+        # NCCL wants all of a group in its first call, and a ring's exchanges can leave a rank out.
+        dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
+        return group
 
     @cached_property
     def sp_group(self) -> dist.ProcessGroup:
@@ -153,7 +174,3 @@ class Layout:
             assert dist.group.WORLD is not None, "no process group yet"
             return dist.group.WORLD
         return self.batch_mesh.get_group()
-
-
-def _device_type() -> str:
-    return "cuda" if "nccl" in dist.get_backend() or "cuda" in str(dist.get_backend()) else "cpu"

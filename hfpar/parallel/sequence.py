@@ -110,6 +110,7 @@ def _pick(values: Tensor, padding: Tensor, index: Tensor) -> Tensor:
 # The model
 
 _ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def check_sequence(config: Any, layout: Layout) -> None:
@@ -137,7 +138,7 @@ def check_sequence(config: Any, layout: Layout) -> None:
             f"sp_size: {layout.sp_size} ranks share the model's {num_heads} attention heads, so that some would have "
             f"none; use sp_size {num_heads} or less, and cp_size for more ranks"
         )
-    dropout = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)
+    dropout = next((rate for rate in (getattr(config, name, 0) for name in _DROPOUTS) if rate), 0)
     if layout.cp_size > 1 and dropout:
         raise ConfigError(
             f"cp_size: {layout.cp_size} with the model's attention dropout of {dropout}; ring attention has no "
@@ -199,8 +200,7 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
     Raises:
         ConfigError: a model that sequence parallelism can't compute right, or that has been patched already.
     """
-    get_base_model = getattr(model, "get_base_model", None)
-    causal_lm: Any = get_base_model() if callable(get_base_model) else model
+    causal_lm = unwrap_peft(model)
     name = type(causal_lm).__name__
     if not hasattr(causal_lm, "set_attn_implementation"):
         raise ConfigError(
@@ -208,6 +208,15 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
         )
     if getattr(causal_lm, "_hfpar_sequence", False):
         raise ConfigError(f"{name} is patched for sequence parallelism already; undo that first")
+    if getattr(causal_lm.config, "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits: true adds a router loss that isn't supported; set it to false"
+        )
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.is_prompt_learning:
+            raise ConfigError(
+                f"{adapter.peft_type.value} adds tokens that belong to no document; hfpar can't train it: use LoRA"
+            )
     check_sequence(causal_lm.config, layout)
     changes, handles = [], []
     before = causal_lm.config._attn_implementation
@@ -238,6 +247,12 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
             f"cp {layout.cp_size} x sp {layout.sp_size} ranks"
         )
     return Patch(changes, handles, [(causal_lm, before)])
+
+
+def unwrap_peft(model: nn.Module) -> Any:
+    """The Transformers model inside a PEFT model; the model itself otherwise."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model
 
 
 @dataclass

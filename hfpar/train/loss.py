@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hfpar.errors import ConfigError
+from hfpar.parallel.sequence import unwrap_peft
 
 IGNORE_INDEX = -100
 
@@ -62,10 +63,6 @@ def install(model: nn.Module) -> list[str]:
     decoder = named if named is not None else getattr(causal_lm, "model", None)
     if head is None or decoder is None or decoder is causal_lm:
         raise ConfigError(f"model_name_or_path: {type(causal_lm).__name__} has no decoder with a head on top")
-    if getattr(causal_lm.config, "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits: true adds a router loss that isn't supported; set it to false"
-        )
     transform = LogitTransform.of(causal_lm.config.get_text_config())
     _patch_head(head, transform)
     _patch_forward(causal_lm, decoder, head)
@@ -73,12 +70,6 @@ def install(model: nn.Module) -> list[str]:
         f"{type(causal_lm).__name__}.forward: with labels, returns the summed loss of the label tokens",
         f"{type(head).__name__} (head): with labels, computes logits and loss in chunks",
     ]
-
-
-def unwrap_peft(model: nn.Module) -> Any:
-    """The Transformers model inside a PEFT model; the model itself otherwise."""
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if callable(get_base_model) else model
 
 
 def _patch_forward(causal_lm: Any, decoder: nn.Module, head: nn.Module) -> None:

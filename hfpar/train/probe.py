@@ -57,6 +57,8 @@ def check_family(
         except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
             if _keeps_a_state(config):
                 raise _state_refusal(config) from error
+            if isinstance(error, ConfigError):
+                raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"model_name_or_path: {config.model_type} couldn't be checked on a tiny copy ({reason}); hfpar only "
@@ -134,13 +136,14 @@ def _packed_gradients(
     """
     interface.register()
     name = interface.interface_name("auto")
+    device = torch.device(layout.device_type if layout.sequence_size > 1 else "cpu")  # what their groups take
     try:
         model = _make(config, name, trust_remote_code)
         model.load_state_dict(state_dict)
-        sequence.apply(model, layout)
+        sequence.apply(model.to(device), layout)
         loss.install(model)
         shard = sequence.shard_stream(build_stream(_documents(model.config.vocab_size)), layout)
-        model(**model_inputs(shard, torch.device("cpu"))).backward()
+        model(**model_inputs(shard, device)).backward()
     except ConfigError:
         raise
     except Exception as error:
@@ -156,7 +159,7 @@ def _packed_gradients(
         if group is not None:
             for gradient in gradients:
                 dist.all_reduce(gradient, group=group)
-    return gradients
+    return [gradient.cpu() for gradient in gradients]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

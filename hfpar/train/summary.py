@@ -13,10 +13,10 @@ from hfpar.data.store import DataReport
 from hfpar.data.streaming import StreamLoader
 from hfpar.engine.base import Engine
 from hfpar.parallel.layout import Layout
+from hfpar.parallel.sequence import unwrap_peft
 from hfpar.train.checkpoint import TrainerState
 from hfpar.train.data import RunData
 from hfpar.train.loop import Schedule, peak_memory_bytes
-from hfpar.train.loss import unwrap_peft
 from hfpar.train.progress import METRICS_FILE, format_bytes, format_count, print_summary
 
 _DROPPED = ("too long", "without label")

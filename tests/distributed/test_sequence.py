@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hfpar.data.stream import Sample
+from hfpar.parallel import sequence
 from tests.distributed.spawn import VOCAB_SIZE, make_samples, spawn  # noqa: TID251
 
 pytestmark = pytest.mark.timeout(900)  # one set of processes runs the cases of a whole module
@@ -196,7 +197,6 @@ Check = Callable[[Any, dict[str, Any]], Any]
 
 def check_batches(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
     """Every kind of documents as a packed row; one kind in every form."""
-    import hfpar
 
     cases = [(documents, "packed") for documents in DOCUMENTS] + [("varied", form) for form in FORMS[1:]]
     results: dict[Any, Any] = {}
@@ -204,7 +204,7 @@ def check_batches(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
     expected = {name: plain_step(plain, documents_of(name)) for name in DOCUMENTS}
     for name, layout in layouts.items():
         model = make_model(num_hidden_layers=1)
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
         for documents, form in cases:
             found = shared_step(model, layout, [documents_of(documents)], form)
             results[name, documents, form] = errors_of(found, expected[documents])
@@ -213,7 +213,6 @@ def check_batches(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
 
 def check_windows(worker: Any, layouts: dict[str, Any]) -> dict[str, Any]:
     """Two micro-batches of unequal labels, divided by the labels of both."""
-    import hfpar
 
     results = {}
     micro_batches = [documents_of("varied"), documents_of("labels of one slice alone")]
@@ -222,7 +221,7 @@ def check_windows(worker: Any, layouts: dict[str, Any]) -> dict[str, Any]:
     expected = plain_step(make_model(), everything)
     for name, layout in layouts.items():
         model = make_model()
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
         results[name] = errors_of(shared_step(model, layout, micro_batches, "packed", count), expected)
     return results
 
@@ -231,24 +230,22 @@ def check_models(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
     """What people do to a model before or after they patch it."""
     import torch
 
-    import hfpar
-
     def checkpointed(model: Any, layout: Any, *, use_reentrant: bool) -> Any:
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         return model.train()
 
     def wrapped_first(model: Any, layout: Any) -> Any:
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
         return model
 
     def patched_first(model: Any, layout: Any) -> Any:
         base = make_model()
-        hfpar.parallelize(base, layout)
+        sequence.apply(base, layout)
         return with_lora(base)
 
     def under_ddp(model: Any, layout: Any) -> Any:
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
         return torch.nn.parallel.DistributedDataParallel(model)
 
     changes: dict[str, tuple[Callable[[], Any], Callable[..., Any], dict[str, Any]]] = {
@@ -278,12 +275,11 @@ def check_models(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
 
 def check_undo(worker: Any, layouts: dict[str, Any]) -> dict[str, Any]:
     """One model under one layout after another."""
-    import hfpar
 
     model, results = make_model(), {}
     expected = plain_step(model, documents_of("varied"))
     for name, layout in layouts.items():
-        patch = hfpar.parallelize(model, layout)
+        patch = sequence.apply(model, layout)
         found = shared_step(model, layout, [documents_of("varied")], "packed")
         patch.undo()
         results[name] = errors_of(found, expected)
@@ -295,8 +291,6 @@ def check_isolation(worker: Any, layouts: dict[str, Any]) -> dict[str, float]:
     """The largest difference in the logits of one document when only the tokens of the other change."""
     import torch
 
-    import hfpar
-
     first, second = (documents_of("three in a row")[n].input_ids for n in (0, 1))
     other = [(token + 7) % VOCAB_SIZE for token in first]
     positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))])[None]
@@ -305,7 +299,7 @@ def check_isolation(worker: Any, layouts: dict[str, Any]) -> dict[str, float]:
     for name in SHARED:
         layout = layouts[name]
         model = make_model().eval()
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
         mine = layout.shard({"input_ids": marks, "position_ids": positions})["input_ids"][0] == 1
         logits = []
         for tokens in (first, other):
@@ -343,8 +337,6 @@ def check_bf16(worker: Any, layouts: dict[str, Any]) -> dict[str, Any]:
     """Against fp32 weights, beside what one process in bf16 differs from them."""
     import torch
 
-    import hfpar
-
     expected = plain_step(make_model(), documents_of("varied"))
 
     def error(step: tuple[float, dict[str, Any]]) -> dict[str, Any]:
@@ -353,7 +345,7 @@ def check_bf16(worker: Any, layouts: dict[str, Any]) -> dict[str, Any]:
     results = {"plain": error(plain_step(make_model().to(torch.bfloat16), documents_of("varied")))}
     for name in SHARED:
         model = make_model().to(torch.bfloat16)
-        hfpar.parallelize(model, layouts[name])
+        sequence.apply(model, layouts[name])
         results[name] = error(shared_step(model, layouts[name], [documents_of("varied")], "packed"))
     return results
 

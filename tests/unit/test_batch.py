@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-import hfpar
 from hfpar.data.stream import IGNORE_INDEX, Sample, TokenStream, build_stream
 from hfpar.errors import ConfigError
+from hfpar.parallel import sequence
 from hfpar.parallel.batch import to_stream
 from hfpar.parallel.layout import Layout
 
@@ -227,7 +227,7 @@ def model() -> Any:
         eos_token_id=PAD,
     )
     model = transformers.Qwen2ForCausalLM(config)
-    hfpar.parallelize(model, ALONE)
+    sequence.apply(model, ALONE)
     return model
 
 

@@ -7,7 +7,6 @@ from torch.nn.functional import cross_entropy
 from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from hfpar.errors import ConfigError
 from hfpar.train import loss as loss_module
 from hfpar.train.loss import LogitTransform, head_cross_entropy, install, module_cross_entropy
 
@@ -171,11 +170,3 @@ def test_an_installed_model_gives_the_loss_of_its_own_forward(config):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5, msg=name)
     assert torch.equal(model(input_ids=input_ids).logits, logits)  # without labels nothing changes
-
-
-def test_a_router_loss_is_refused_by_name():
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(**_SMALL, num_experts=2, moe_intermediate_size=8, output_router_logits=True)
-    with pytest.raises(ConfigError, match="output_router_logits: true"):
-        install(AutoModelForCausalLM.from_config(config))

@@ -176,7 +176,7 @@ def test_calls_without_a_slice_stay_what_they_were(
     before, hooks_before = outputs_of(model), hooks()
     attributes = set(vars(model.get_base_model() if wrap is with_lora else model))
     for _ in range(2):
-        patch = hfpar.parallelize(model, layout)
+        patch = sequence.apply(model, layout)
         size = "cp 1 x sp 2" if layout is SP2 else "cp 2 x sp 1"
         assert patch.changes == [
             f"LlamaForCausalLM: attention implementation {attn_implementation} -> hfpar",
@@ -196,39 +196,39 @@ def test_calls_without_a_slice_stay_what_they_were(
 def test_an_attention_of_hfpar_stays() -> None:
     interface.register()
     model = make_llama(attn_implementation=interface.interface_name("sdpa"))
-    patch = hfpar.parallelize(model, SP2)
+    patch = sequence.apply(model, SP2)
     (change,) = patch.changes
     assert change.startswith("LlamaForCausalLM: hooks")
     assert model.config._attn_implementation == interface.interface_name("sdpa")
     patch.undo()
     assert model.config._attn_implementation == interface.interface_name("sdpa")
-    assert hfpar.parallelize(model, ALONE).changes == []
+    assert sequence.apply(model, ALONE).changes == []
 
 
 @pytest.mark.parametrize("layout", [ALONE, SP2], ids=["alone", "sp2"])
 def test_twice_is_an_error(layout: Layout) -> None:
     model = make_llama()
-    patch = hfpar.parallelize(model, layout)
+    patch = sequence.apply(model, layout)
     with pytest.raises(ConfigError, match="^LlamaForCausalLM is patched .* already; undo that first"):
-        hfpar.parallelize(model, layout)
+        sequence.apply(model, layout)
     with pytest.raises(ConfigError, match="^LlamaForCausalLM is patched .* already; undo that first"):
-        hfpar.parallelize(with_lora(model), layout)
+        sequence.apply(with_lora(model), layout)
     patch.undo()
-    hfpar.parallelize(model, layout)
+    sequence.apply(model, layout)
 
 
 @pytest.mark.parametrize("layout", [ALONE, SP2], ids=["alone", "sp2"])
 def test_a_model_that_hfpar_does_not_know(layout: Layout) -> None:
     with pytest.raises(ConfigError, match="^Linear isn't a Transformers model"):
-        hfpar.parallelize(torch.nn.Linear(2, 2), layout)
+        sequence.apply(torch.nn.Linear(2, 2), layout)
     config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=32)
     with pytest.raises(
         ConfigError, match="^BloomForCausalLM's attention doesn't go through .*AttentionInterface"
     ):
-        hfpar.parallelize(transformers.BloomForCausalLM(config), layout)
+        sequence.apply(transformers.BloomForCausalLM(config), layout)
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32)
     with pytest.raises(ConfigError, match="(Mamba|mamba).* has layers of type linear"):
-        hfpar.parallelize(transformers.MambaForCausalLM(config), layout)
+        sequence.apply(transformers.MambaForCausalLM(config), layout)
 
 
 def test_alone_a_stream_of_documents_comes_out_right_too() -> None:
@@ -241,7 +241,7 @@ def test_alone_a_stream_of_documents_comes_out_right_too() -> None:
     documents = [torch.arange(3, 12)[None], torch.arange(20, 33)[None]]
     with torch.no_grad():
         expected = [model(input_ids=document).logits for document in documents]
-        patch = hfpar.parallelize(model, ALONE)
+        patch = sequence.apply(model, ALONE)
         assert patch.changes == ["GptOssForCausalLM: attention implementation eager -> hfpar"]
         position_ids = torch.cat([torch.arange(9), torch.arange(13)])[None]
         batch = {"input_ids": torch.cat(documents, dim=1), "position_ids": position_ids}
@@ -423,3 +423,72 @@ def test_what_the_package_offers() -> None:
     with pytest.raises(AttributeError, match="no attribute 'shard'"):
         _ = hfpar.shard
     assert Path(hfpar.__file__).name == "__init__.py"
+
+
+def test_a_router_loss_is_refused_by_name() -> None:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=2, moe_intermediate_size=8, output_router_logits=True
+    )
+    with pytest.raises(ConfigError, match="output_router_logits: true"):
+        sequence.apply(transformers.Qwen3MoeForCausalLM(config), ALONE)
+
+
+def test_tokens_that_an_adapter_adds_are_refused_by_name() -> None:
+    from peft import PrefixTuningConfig, TaskType, get_peft_model
+
+    model = get_peft_model(
+        make_llama(), PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    )
+    with pytest.raises(ConfigError, match="^PREFIX_TUNING adds tokens"):
+        sequence.apply(model, ALONE)
+
+
+def test_a_family_that_comes_out_wrong_is_refused_in_loops_of_ones_own() -> None:
+    """Its positions start elsewhere; nothing is left of the patch."""
+    config = transformers.RobertaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, is_decoder=True
+    )
+    model = transformers.RobertaForCausalLM(config)
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match="roberta comes out wrong"):
+        hfpar.parallelize(model, ALONE)
+    assert model.config._attn_implementation == before
+    assert hfpar.parallelize(make_llama(), ALONE).changes != []
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"sp_size": 0}, {"sp_size": -1}, {"cp_size": 2.0}, {"cp_size": -1, "sp_size": -1}]
+)
+def test_sizes_that_cannot_be(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+        Layout(rank=0, world_size=4, **sizes)
+
+
+def test_sizes_before_there_is_a_process_group() -> None:
+    with pytest.raises(ConfigError, match="make it first"):
+        Layout.of_world(sp_size=2)
+
+
+def attend_within_a_ring(num_keys: int, dropout: float) -> None:
+    sharding = StreamSharding(place([8], 2, 1), 0, 1, cp_group=object(), sp_group=None)  # type: ignore[arg-type]
+    states = torch.zeros(1, 1, num_keys, 8)
+    interface.attention_forward(
+        torch.nn.Module(),
+        states[:, :, :4],
+        states,
+        states,
+        None,
+        dropout=dropout,
+        cu_seq_lens_q=torch.tensor([0, 8]),
+        stream_sharding=sharding,
+    )
+
+
+def test_dropout_by_any_name_is_refused_within_a_ring() -> None:
+    with pytest.raises(ConfigError, match="^cp_size: 2 with attention dropout of 0.1"):
+        attend_within_a_ring(4, 0.1)
+
+
+def test_keys_that_are_not_of_the_slice_are_refused() -> None:
+    with pytest.raises(HfparError, match="4 queries and 6 keys, but the slice of the stream has 4 tokens"):
+        attend_within_a_ring(6, 0.0)
