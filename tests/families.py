@@ -296,6 +296,7 @@ OTHERS = {
     "olmo": Family("OLMo", "OlmoConfig", "norms without weights"),
     "olmo3": Family("OLMo 3", "Olmo3Config", "window in most layers"),
     "olmoe": Family("OLMoE", "OlmoeConfig", "experts"),
+    "biogpt": Family("BioGPT", "BioGptConfig", "learned positions, attention dropout"),
     "opt": Family("OPT", "OPTConfig", "learned positions, biases"),
     "persimmon": Family("Persimmon", "PersimmonConfig", "fused q, k and v, partial rotary"),
     "phimoe": Family("Phi-3.5 MoE", "PhimoeConfig", "experts"),
@@ -311,7 +312,7 @@ OTHERS = {
 
 FAMILIES = EVERYDAY | OTHERS
 
-REFUSED = {
+STATEFUL = {
     "bailing_hybrid": Family("Ling 3", "BailingHybridConfig", "linear attention"),
     "bamba": Family("Bamba", "BambaConfig", "Mamba layers"),
     "falcon_h1": Family("Falcon-H1", "FalconH1Config", "Mamba beside attention"),
@@ -355,6 +356,10 @@ REFUSED = {
     "xlstm": Family("xLSTM", "xLSTMConfig", "recurrent layers alone"),
     "zamba": Family("Zamba", "ZambaConfig", "Mamba layers"),
     "zamba2": Family("Zamba 2", "Zamba2Config", "Mamba layers"),
+}
+"""Families whose layers carry a state from token to token, and the convolutions among them; they are refused."""
+
+UNFIT = {
     "deepseek_v32": Family("DeepSeek-V3.2", "DeepseekV32Config", "keys chosen by an indexer"),
     "deepseek_v4": Family("DeepSeek-V4", "DeepseekV4Config", "compressed keys"),
     "glm5": Family("GLM-5", "GlmMoeDsaConfig", "keys chosen by an indexer"),
@@ -391,10 +396,11 @@ REFUSED = {
         "layers that drop the documents' boundaries",
         {"num_key_value_heads": 8},
     ),
-    "biogpt": Family("BioGPT", "BioGptConfig", "positions of its own"),
     "xglm": Family("XGLM", "XGLMConfig", "positions of its own", {"attention_dropout": 0.0}),
     "dbrx": Family("DBRX", "DbrxConfig", "a config that Transformers itself can't build"),
     "gemma3_vision": Family("Gemma 3 with vision", "Gemma3Config", "more than text"),
     "llama4_vision": Family("Llama 4 with vision", "Llama4Config", "more than text"),
 }
-"""Families that are refused: those that carry a state first."""
+"""Families that are refused for other reasons."""
+
+REFUSED = STATEFUL | UNFIT

@@ -25,9 +25,9 @@ REFUSAL_COLUMNS = ("alone", "sharing a stream")
 INTRODUCTION = f"""# Model families
 
 Which families hfpar trains, and in which layouts. {{num_families}} are computed right; {{num_refused}} more were tried
-and are refused. Of a family that isn't listed, `hfpar verify --model FOLDER --layouts sp2,cp2` tells the same, and
-training itself checks a tiny copy of the model before weights load: it either comes out right, or is refused by
-name.
+and are refused. Of a family that isn't listed, `hfpar verify --model_name_or_path FOLDER --layouts sp2,cp2` tells the
+same, and training itself checks a tiny copy of the model before weights load: it either comes out right, or is
+refused by name.
 
 Each row is one step on a shrunk copy that keeps the family's features, in fp32, on four processes that share it as
 the column says (a group of two: with two such groups side by side). Documents are longer than windows, are cut
@@ -44,15 +44,21 @@ This page is written by the test: `{REWRITE}`.
 REFUSALS = """
 ## Refused
 
-Before weights load, with these reasons. *Alone*: one process, or data parallelism. Most families here carry a
-state from token to token: packed documents would run into each other, and ranks can't share a stream of them.
+Before weights load, in one line that names the model and the reason given here. *Alone*: in one process, or with data
+parallelism. Most of these families carry a state from token to token: packed documents would run into each other, and
+a rank that shares a stream would lack the state of the tokens before its own. That is refused by the config alone,
+whatever keeps packed documents apart on some device.
 
 """
 
 _NUMBER = re.compile(r"\d(\.\d)?e[-+]?\d+")
 _DETAIL = re.compile(
-    r" \(gradients of a tiny copy differ by [^)]*\)|; hfpar (can't train it|only trains what .*)$"
+    r"^model_name_or_path: |^cp_size and sp_size: |"
+    r" \(gradients of a tiny copy differ by [^)]*\)|"
+    r"; hfpar (can't train it|only trains what .*)$|, so ranks can't share its streams; .*$"
 )
+_SUBJECT = re.compile(r"^[a-z0-9_]+ (?=[a-z]+('t)? )")
+"""The model type, which the row has already."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,17 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """As it stands in the table."""
+        """As it stands in the table of what is trained."""
         if self.refusal is None:
             assert self.error is not None
             return f"{self.error:.0e}".replace("e-0", "e-")
-        reason = _DETAIL.sub("", self.refusal).removeprefix("model_name_or_path: ").replace("|", "/")
-        return f"refused: {reason}"
+        return f"refused: {self.refusal}".replace("|", "/")
+
+    @property
+    def reason(self) -> str:
+        """As it stands in the table of what is refused."""
+        assert self.refusal is not None
+        return _SUBJECT.sub("", _DETAIL.sub("", self.refusal)).replace("|", "/")
 
 
 Results = Mapping[str, Mapping[str, Cell]]
@@ -80,19 +91,19 @@ Results = Mapping[str, Mapping[str, Cell]]
 
 def render(results: Results) -> str:
     """The whole page."""
-    trained = [_row(FAMILIES[name], results[name], tuple(COLUMNS)) for name in FAMILIES]
-    refused = [_row(REFUSED[name], results[name], REFUSAL_COLUMNS) for name in REFUSED]
+    trained = [[*_head(family), *row(name, results[name]).values()] for name, family in FAMILIES.items()]
+    refused = [[*_head(family), *row(name, results[name]).values()] for name, family in REFUSED.items()]
     introduction = INTRODUCTION.format(num_families=len(trained), num_refused=len(refused))
     return introduction + _table(tuple(COLUMNS), trained) + REFUSALS + _table(REFUSAL_COLUMNS, refused)
 
 
-def _row(family: Family, cells: Mapping[str, Cell], columns: tuple[str, ...]) -> list[str]:
-    return [
-        family.title,
-        f"`{family.model_type}`",
-        family.special,
-        *(cells[column].text for column in columns),
-    ]
+def _head(family: Family) -> list[str]:
+    return [family.title, f"`{family.model_type}`", family.special]
+
+
+def row(name: str, cells: Mapping[str, Cell]) -> dict[str, str]:
+    """The text of each cell of a family."""
+    return {column: cell.text if name in FAMILIES else cell.reason for column, cell in cells.items()}
 
 
 def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:

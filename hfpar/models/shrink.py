@@ -90,7 +90,7 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> Pretrai
     for name in values:
         if name in _LENGTHS and values[name]:
             values[name] = min(values[name], _LENGTHS[name])
-        if name.endswith(("dropout", "_pdrop", "_jitter_noise")):
+        if name.endswith(("dropout", "dropout_prob", "_pdrop", "_jitter_noise")):
             values[name] = 0.0
         if name.endswith(("softcapping", "soft_cap")) and values[name]:
             values[name] = min(values[name], _SOFTCAP)
@@ -105,13 +105,18 @@ def _first(values: dict[str, Any], names: Iterable[str]) -> str | None:
     return next((name for name in names if values.get(name) is not None), None)
 
 
+def _without(values: dict[str, Any], names: str) -> ConfigError:
+    return ConfigError(
+        f"model_name_or_path: the config of {values.get('model_type')} has no {names}, by which hfpar makes a tiny "
+        "copy to check; hfpar only trains what it can check"
+    )
+
+
 def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
     """Heads, width and feed-forward; returns the head dimension."""
     hidden_name, heads_name = _first(values, _HIDDEN_SIZE), _first(values, _QUERY_HEADS)
     if hidden_name is None or heads_name is None:
-        raise ConfigError(
-            f"model_name_or_path: {values.get('model_type')} has no {_HIDDEN_SIZE[0]} and {_QUERY_HEADS[0]} to shrink"
-        )
+        raise _without(values, f"{_HIDDEN_SIZE[0]} and {_QUERY_HEADS[0]}")
     hidden, heads = values[hidden_name], values[heads_name]
     kv_name = _first(values, _KV_HEADS)
     kv_heads = values[kv_name] if kv_name else heads
@@ -198,7 +203,7 @@ def _shrink_layers(values: dict[str, Any]) -> None:
     """Keep the first layer of each kind, and two layers at least, in their order."""
     name = _first(values, _NUM_LAYERS)
     if name is None:
-        raise ConfigError(f"model_name_or_path: {values.get('model_type')} has no {_NUM_LAYERS[0]} to shrink")
+        raise _without(values, _NUM_LAYERS[0])
     count = values[name]
     per_layer = [
         key for key, value in values.items() if isinstance(value, list) and len(value) == count and count > 1
