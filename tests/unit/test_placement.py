@@ -354,12 +354,16 @@ def test_many_documents_are_planned_fast(kind: str, cp_size: int) -> None:
         "equal": [100] * 10_000,
         "tiny": [rng.randint(1, 3) for _ in range(10_000)],
     }[kind]
-    start = time.process_time()
-    placement = place(lengths, cp_size, 2)
-    assert time.process_time() - start < 0.5
-    start = time.process_time()
-    ring_steps(placement, 0, None)
-    assert time.process_time() - start < 0.5
+    planning, stepping = [], []
+    for _ in range(3):  # the best of three: a collection of the whole suite's garbage can fall into one
+        start = time.process_time()
+        placement = place(lengths, cp_size, 2)
+        planned = time.process_time()
+        ring_steps(placement, 0, None)
+        planning.append(planned - start)
+        stepping.append(time.process_time() - planned)
+    assert min(planning) < 0.5
+    assert min(stepping) < 0.5
 
 
 def test_planning_loads_nothing_heavy() -> None:
