@@ -175,7 +175,9 @@ def check_launch(
     for name, size in request.parallelism.items():
         if name.endswith("_size") and size != 1 and not parallelism:
             fix = (
-                f"give the script --{name} {size} instead" if name in ("cp_size", "sp_size") else "remove it"
+                f"give the script --{name} {size} instead"
+                if name in ("cp_size", "sp_size", "tp_size")
+                else "remove it"
             )
             raise ConfigError(
                 f"parallelism_config: {request.where} asks for {name} {size}, which Accelerate drops in this launch; "

@@ -77,6 +77,7 @@ def read_defaults(
         max_grad_norm=clipping,
         cp_size=read_size(environ, "cp_size", sizes_written),
         sp_size=read_size(environ, "sp_size", sizes_written),
+        tp_size=read_size(environ, "tp_size", sizes_written),
     )
 
 

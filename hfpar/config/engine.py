@@ -78,3 +78,4 @@ class LaunchDefaults:
     max_grad_norm: float | None = None
     cp_size: int | None = None
     sp_size: int | None = None
+    tp_size: int | None = None

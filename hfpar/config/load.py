@@ -26,7 +26,7 @@ from hfpar.errors import ConfigError
 
 _GROUPS = {
     "model_name_or_path": "Model",
-    "sp_size": "Ranks that share a sequence",
+    "tp_size": "Ranks that share a layer or a sequence",
     "dataset": "Data",
     "per_device_train_batch_size": "Batches",
     "optim": "Optimization",
@@ -40,7 +40,7 @@ _ELSEWHERE = {
     "bf16": "mixed_precision in the Accelerate config file sets it",
     "context_parallel_size": "did you mean cp_size?",
     "deepspeed": "the Accelerate config file names the engine",
-    "dp_size": "it is what sp_size and cp_size leave of num_processes",
+    "dp_size": "it is what tp_size, sp_size and cp_size leave of num_processes",
     "epochs": "did you mean num_train_epochs?",
     "fp16": "mixed_precision in the Accelerate config file sets it",
     "fsdp": "the Accelerate config file names the engine",
@@ -49,7 +49,8 @@ _ELSEWHERE = {
     "packing": "max_tokens_per_batch packs",
     "pp_size": "pipeline parallelism isn't supported yet",
     "sequence_parallel_size": "did you mean sp_size?",
-    "tp_size": "tensor parallelism isn't supported yet",
+    "sequence_parallel": "did you mean tp_sequence, or sp_size?",
+    "tensor_parallel_size": "did you mean tp_size?",
     "ulysses_size": "did you mean sp_size?",
     "use_peft": "lora_r above 0 trains adapters",
 }

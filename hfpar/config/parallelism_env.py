@@ -36,12 +36,12 @@ def check_parallelism(environ: Mapping[str, str], *, sharded: bool) -> None:
     Raises:
         ConfigError: a setting, by its name in the file.
     """
-    for name in ("dp_replicate_size", "tp_size"):
-        if _size(environ, name) > 1:
-            raise ConfigError(
-                f"parallelism_config: {name} {_size(environ, name)} {_IN_FILE} isn't supported yet; set it to 1 "
-                "(processes that cp_size and sp_size leave are data-parallel ranks)"
-            )
+    replicas = _size(environ, "dp_replicate_size")
+    if replicas > 1:
+        raise ConfigError(
+            f"parallelism_config: dp_replicate_size {replicas} {_IN_FILE} isn't supported yet; set it to 1 "
+            "(processes that tp_size, cp_size and sp_size leave are data-parallel ranks)"
+        )
     for name, honoured, fix in _COMPANIONS:
         value = environ.get(_PREFIX + name.upper(), honoured[0])
         if value.lower() not in honoured:
@@ -50,7 +50,7 @@ def check_parallelism(environ: Mapping[str, str], *, sharded: bool) -> None:
 
 
 def read_size(environ: Mapping[str, str], name: str, written: Collection[str] = ()) -> int | None:
-    """What the file says of `cp_size` or `sp_size`, or None.
+    """What the file says of `cp_size`, `sp_size` or `tp_size`, or None.
 
     Args:
         environ: the environment of the process, in which all sizes stand as soon as the file has one of them.
@@ -74,16 +74,17 @@ def _size(environ: Mapping[str, str], name: str) -> int:
 
 
 def _check_shards(environ: Mapping[str, str], sharded: bool) -> None:
-    """All ranks that hold the same weights shard them; Accelerate counts those of cp and sp beside its shards."""
+    """All ranks with equal weights shard them; Accelerate counts those of cp and sp beside its shards."""
     shards, world_size = _size(environ, "dp_shard_size"), int(environ.get("WORLD_SIZE", "1"))
     if shards > 1 and not sharded:
         raise ConfigError(
             f"parallelism_config: dp_shard_size {shards} {_IN_FILE}, but DDP shards nothing; remove it, or set "
             "`distributed_type: FSDP`"
         )
-    data_ranks = world_size // (_size(environ, "cp_size") * _size(environ, "sp_size"))
-    if shards not in (1, world_size, data_ranks):
+    with_equal_weights = world_size // _size(environ, "tp_size")
+    data_ranks = with_equal_weights // (_size(environ, "cp_size") * _size(environ, "sp_size"))
+    if shards not in (1, with_equal_weights, data_ranks):
         raise ConfigError(
-            f"parallelism_config: dp_shard_size {shards} {_IN_FILE}, but this launch has {world_size} processes, "
-            f"all of which shard; set it to {max(data_ranks, 1)} or remove it"
+            f"parallelism_config: dp_shard_size {shards} {_IN_FILE}, but this launch has {with_equal_weights} "
+            f"processes with equal weights, all of which shard; set it to {max(data_ranks, 1)} or remove it"
         )

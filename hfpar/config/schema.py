@@ -71,6 +71,12 @@ class SFTConfig:
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass instead of keeping them."""
 
+    tp_size: int | None = None
+    """Tensor parallelism: ranks that share every layer's weights and compute it together. Without it: the Accelerate
+    file's parallelism_config, or 1."""
+    tp_sequence: bool = False
+    """Let tp ranks share the tokens wherever they don't share weights (norms, residuals): less memory for
+    activations."""
     sp_size: int | None = None
     """Ulysses: ranks that share a stream's tokens and, inside attention, its heads. Without it: the Accelerate
     file's parallelism_config, or 1."""

@@ -24,6 +24,7 @@ TRACKERS = (
 """What `report_to` may name: Accelerate's trackers, all that are installed, or none."""
 
 _AT_LEAST_ONE = (
+    "tp_size",
     "sp_size",
     "cp_size",
     "per_device_train_batch_size",

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hfpar.config.engine import EngineSettings
+from hfpar.models.cuts import Cut, cuts_of
+from hfpar.parallel.collectives import gather_whole
 from hfpar.parallel.layout import Layout
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -44,6 +46,15 @@ class Engine(ABC):
         """Keep the rank's place."""
         self.layout = layout
         self.device = device
+
+    def _whole(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Of each tensor, named as a parameter, the parts of all tp ranks put together; on the CPU."""
+        cuts = cuts_of(self.module)
+        for name, tensor in tensors:
+            cut = cuts.get(name)
+            if cut is not None:
+                tensor = gather_whole(tensor, cut, self.layout.tp_group, self.device)
+            yield name, tensor.cpu()
 
     @abstractmethod
     def forward(self, **inputs: Any) -> Tensor:
@@ -111,3 +122,9 @@ def autocast(device: torch.device, mixed_precision: str) -> AbstractContextManag
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of everything that is trained, tied ones once."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def with_cuts(module: nn.Module) -> list[tuple[nn.Parameter, Cut | None]]:
+    """Everything that is trained, and which of it is a part for a tp rank."""
+    cuts = cuts_of(module)
+    return [(parameter, cuts.get(name)) for name, parameter in trainable(module)]

@@ -36,16 +36,20 @@ def build_engine(
         make_optimizer: called on the parameters as the engine keeps them.
         layout: the rank's place.
         device: this rank's.
-        checkpoint_folder: where FSDP2 reads the weights that are still on the meta device.
+        checkpoint_folder: where the weights that are still on the meta device are read.
         gradient_accumulation_steps: the longest window, in micro-batches.
         max_grad_norm: bound on the global gradient norm; None: no clipping.
     """
     if isinstance(settings, FSDP2Settings):
         offload = settings.offload_params or device.type == "cpu"
         fill = partial(
-            fill_from_checkpoint, folder=checkpoint_folder, device=torch.device("cpu") if offload else device
+            fill_from_checkpoint,
+            folder=checkpoint_folder,
+            device=torch.device("cpu") if offload else device,
+            tp_rank=layout.tp_rank,
         )
         return FSDP2Engine(module, make_optimizer, settings, layout, device, fill)
+    fill_from_checkpoint(module, checkpoint_folder, device=torch.device("cpu"), tp_rank=layout.tp_rank)
     if isinstance(settings, ZeROSettings):
         return ZeROEngine(
             module,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hfpar.config.engine import DDPSettings
 from hfpar.engine import state
-from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable
+from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable, with_cuts
 from hfpar.engine.clip import clip_and_step
 from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
@@ -77,20 +77,26 @@ class DDPEngine(Engine):
                 f"distributed_type: MULTI_GPU (DDP) can't train {unused[0]}, which the model doesn't use; "
                 "take accelerate_configs/fsdp2.yaml, or LoRA on the modules that are used"
             )
-        parameters = [parameter for _, parameter in trainable(self.module)]
-        return clip_and_step(self.optimizer, self.scaler, parameters, max_grad_norm, group=None)
+        return clip_and_step(
+            self.optimizer,
+            self.scaler,
+            with_cuts(self.module),
+            max_grad_norm,
+            group=None,
+            tp_group=self.layout.tp_group if self.layout.tp_size > 1 else None,
+        )
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
-        for name, parameter in trainable(self.module):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            yield name, gradient.detach().float().cpu()
+        return self._whole(
+            (name, (torch.zeros_like(p) if p.grad is None else p.grad).detach().float())
+            for name, p in trainable(self.module)
+        )
 
     def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad or not trainable_only:
-                yield name, parameter.detach().cpu()
+        named = self.module.named_parameters()
+        return self._whole((name, p.detach()) for name, p in named if p.requires_grad or not trainable_only)
 
     def save_state(self, folder: Path) -> None:
         """See `Engine`."""

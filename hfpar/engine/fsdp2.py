@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hfpar.config.engine import FSDP2Settings
 from hfpar.engine import state
-from hfpar.engine.base import Engine, OptimizerFactory, trainable
+from hfpar.engine.base import Engine, OptimizerFactory, trainable, with_cuts
 from hfpar.engine.clip import clip_and_step
 from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
@@ -66,22 +66,29 @@ class FSDP2Engine(Engine):
 
     def step(self, max_grad_norm: float | None) -> float:
         """See `Engine`."""
-        parameters = [parameter for _, parameter in trainable(self.module)]
         return clip_and_step(
-            self.optimizer, self.scaler, parameters, max_grad_norm, group=self.layout.batch_group
+            self.optimizer,
+            self.scaler,
+            with_cuts(self.module),
+            max_grad_norm,
+            group=self.layout.batch_group,
+            tp_group=self.layout.tp_group if self.layout.tp_size > 1 else None,
         )
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
-        for name, parameter in trainable(self.module):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            yield name, _whole(gradient, self.device).float().cpu()
+        return self._whole(
+            (name, _unsharded(torch.zeros_like(p) if p.grad is None else p.grad, self.device).float())
+            for name, p in trainable(self.module)
+        )
 
     def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad or not trainable_only:
-                yield name, _whole(parameter, self.device).cpu()
+        return self._whole(
+            (name, _unsharded(parameter, self.device))
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad or not trainable_only
+        )
 
     def save_state(self, folder: Path) -> None:
         """See `Engine`."""
@@ -151,7 +158,7 @@ def _move_rest(module: nn.Module, device: torch.device, keep_device: torch.devic
         assert local.device.type == keep_device.type, f"{name} is on {local.device}"
 
 
-def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+def _unsharded(tensor: Tensor, device: torch.device) -> Tensor:
     """The full tensor of a DTensor, gathered on `device`."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):

@@ -29,6 +29,7 @@ def save(
     scaler: torch.amp.GradScaler,
 ) -> None:
     """Write trainable weights, optimizer and loss scale: one file from rank 0, or each rank its shards."""
+    folder = _of_tp_rank(folder, layout)
     options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True, ignore_frozen_params=True)
     weights, optimizer_state = get_state_dict(module, optimizer, options=options)
     state: dict[str, Any] = {"module": weights, "optimizer": optimizer_state}
@@ -36,8 +37,14 @@ def save(
         state["scaler"] = scaler.state_dict()
         dcp.save(state, checkpoint_id=str(folder / _SHARDED), process_group=layout.batch_group)
     elif dist.get_rank(layout.batch_group) == 0:
+        folder.mkdir(exist_ok=True)
         state["scaler"] = scaler.state_dict()
         torch.save(state, folder / _WHOLE)
+
+
+def _of_tp_rank(folder: Path, layout: Layout) -> Path:
+    """Ranks of a tp group hold different models, so that each batch group has a folder of its own."""
+    return folder / f"tp{layout.tp_rank}" if layout.tp_size > 1 else folder
 
 
 def load(
@@ -48,6 +55,7 @@ def load(
     Raises:
         ConfigError: the folder holds another engine's checkpoint.
     """
+    folder = _of_tp_rank(folder, layout)
     if (folder / _WHOLE).is_file():
         options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True, strict=False)
         state = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)

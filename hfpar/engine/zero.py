@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hfpar.config.engine import ZeROSettings
 from hfpar.engine.base import Engine, OptimizerFactory, trainable
 from hfpar.errors import ConfigError
+from hfpar.models.cuts import cuts_of
 from hfpar.parallel.layout import Layout
 
 
@@ -40,15 +41,15 @@ class BatchGroupMPU:
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
         """Ranks that hold different weights of the same model copy; None: each holds all."""
-        return None
+        return self.layout.tp_group if self.layout.tp_size > 1 else None
 
     def get_model_parallel_world_size(self) -> int:
         """Size of the model-parallel group."""
-        return 1
+        return self.layout.tp_size
 
     def get_model_parallel_rank(self) -> int:
         """Place in the model-parallel group."""
-        return 0
+        return self.layout.tp_rank
 
 
 class ZeROEngine(Engine):
@@ -82,6 +83,7 @@ class ZeROEngine(Engine):
             max_grad_norm=max_grad_norm,
         )
         check_zero_section(config)
+        _mark_cut(module, layout)
         base_optimizer = make_optimizer(trainable(module))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints a line about its op
             self.wrapped, _, _, _ = deepspeed.initialize(
@@ -117,21 +119,27 @@ class ZeROEngine(Engine):
         """See `Engine`."""
         from deepspeed.utils import safe_get_full_grad
 
-        for name, parameter in trainable(self.module):
-            gradient = safe_get_full_grad(parameter)
-            assert gradient is not None, f"{name} has no gradient"
-            yield name, gradient.detach().float().cpu().reshape(_full_shape(parameter))
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for name, parameter in trainable(self.module):
+                gradient = safe_get_full_grad(parameter)
+                assert gradient is not None, f"{name} has no gradient"
+                yield name, gradient.detach().float().reshape(_full_shape(parameter))
+
+        return self._whole(gathered())
 
     def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
         from deepspeed.runtime.zero import GatheredParameters
 
-        for name, parameter in self.module.named_parameters():
-            if trainable_only and not parameter.requires_grad:
-                continue
-            with GatheredParameters([parameter], enabled=self.settings.stage == 3):
-                whole = parameter.detach().cpu().clone()
-            yield name, whole
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for name, parameter in self.module.named_parameters():
+                if trainable_only and not parameter.requires_grad:
+                    continue
+                with GatheredParameters([parameter], enabled=self.settings.stage == 3):
+                    whole = parameter.detach().cpu().clone()
+                yield name, whole
+
+        return self._whole(gathered())
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -158,6 +166,15 @@ class ZeROEngine(Engine):
     def close(self) -> None:
         """Drop DeepSpeed's hooks, so that another engine can be made in the same process."""
         self.wrapped.destroy()
+
+
+def _mark_cut(module: nn.Module, layout: Layout) -> None:
+    """Tell DeepSpeed which parameters each tp rank counts in the norm; the others only the first rank does."""
+    cuts = cuts_of(module)
+    for name, parameter in module.named_parameters():
+        cut = cuts.get(name)
+        if cut is not None and layout.tp_rank % cut.copies == 0:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def _full_shape(parameter: nn.Parameter) -> torch.Size:

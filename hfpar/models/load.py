@@ -111,11 +111,13 @@ def load_model(
     dtype: torch.dtype,
     attn_implementation: str,
     trust_remote_code: bool = False,
+    tp_size: int = 1,
 ) -> Any:
     """The model, as much of it as this rank keeps.
 
-    Under FSDP2 its weights stay on the meta device until the engine has cut them (`fill_from_checkpoint`);
-    under ZeRO-3 DeepSpeed cuts each weight as it is read; otherwise every rank reads the whole model.
+    Under FSDP2 and tensor parallelism its weights stay on the meta device until they have been cut
+    (`fill_from_checkpoint`); under ZeRO-3 DeepSpeed cuts each weight as it is read; otherwise every rank reads the
+    whole model.
 
     Args:
         folder: a checkpoint folder.
@@ -124,14 +126,15 @@ def load_model(
         dtype: of the weights.
         attn_implementation: a name that Transformers knows.
         trust_remote_code: whether code in the folder may run.
+        tp_size: ranks that will cut the weights among them.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model_name_or_path: {folder} is quantized, which can't be trained; use the unquantized model"
         )
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    if isinstance(settings, FSDP2Settings):
-        return _skeleton(folder, config, dtype, options)
+    if isinstance(settings, FSDP2Settings) or tp_size > 1:
+        return _skeleton_of(folder, config, dtype, options)
     with _cut_while_loading(settings, dtype):
         return whole_model(AutoModelForCausalLM, folder, config=config, dtype=dtype, **options)
 
@@ -152,15 +155,20 @@ def whole_model(model_class: Any, folder: Path, **options: Any) -> Any:
     return model
 
 
-def _skeleton(folder: Path, config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """A model whose parameters take no memory and whose buffers are real."""
+def _skeleton_of(folder: Path, config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    model = skeleton(config, dtype=dtype, **options)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def skeleton(config: PretrainedConfig, **options: Any) -> Any:
+    """A model whose parameters take no memory and whose buffers are real; `options` are `from_config`'s."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_config(config, **options)
     model.tie_weights()
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -63,7 +63,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
 
 
-def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> PretrainedConfig:
+def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1, tp_size: int = 1) -> PretrainedConfig:
     """Copy a causal language model's config with 2 layers or as few as show every kind, narrow, few words.
 
     The copy is for a deterministic fp32 comparison: dropout and quantisation are left out.
@@ -71,6 +71,7 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> Pretrai
     Args:
         config: the user's; not changed.
         fewest_heads: query heads to keep at least, if the model has them.
+        tp_size: ranks that are to share heads and feed-forward evenly, if they can share the model's own.
 
     Raises:
         ConfigError: a model of more than text.
@@ -80,7 +81,7 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1) -> Pretrai
         raise ConfigError(
             f"model_name_or_path: {config.model_type} is more than a text model; give the folder of a text-only one"
         )
-    head_dim = _shrink_heads(values, fewest_heads)
+    head_dim = _shrink_heads(values, fewest_heads, tp_size)
     _shrink_latent_attention(values)
     _shrink_state_space(values)
     _shrink_rotary(values, head_dim)
@@ -112,7 +113,7 @@ def _without(values: dict[str, Any], names: str) -> ConfigError:
     )
 
 
-def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
+def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_size: int) -> int:
     """Heads, width and feed-forward; returns the head dimension."""
     hidden_name, heads_name = _first(values, _HIDDEN_SIZE), _first(values, _QUERY_HEADS)
     if hidden_name is None or heads_name is None:
@@ -123,6 +124,12 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
     group = min(max(heads // kv_heads, 1), _MAX_QUERY_GROUP)
     few = 3 if kv_heads % 2 else 2  # an odd number stays one: ranks then share them unevenly
     new_kv_heads = max(4 if group == 1 else min(kv_heads, few), min(-(-fewest_heads // group), kv_heads))
+    fits = (
+        count
+        for count in range(new_kv_heads, kv_heads + 1)
+        if count * group % tp_size == 0 and (count % tp_size == 0 or tp_size % count == 0)
+    )
+    new_kv_heads = next(fits, new_kv_heads)
     new_heads = new_kv_heads * group
 
     explicit = values.get("head_dim") is not None
@@ -147,11 +154,16 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int) -> int:
             layer["head_dim"] = layer["head_dim"] * new_head_dim // head_dim
     for name in _INTERMEDIATE_SIZE:
         if values.get(name) is not None:
-            values[name] = 2 * new_hidden
+            values[name] = _multiple(2 * new_hidden, tp_size)
     for name in (*_EXPERT_SIZE, *_SIDE_SIZES):
         if values.get(name):
-            values[name] = new_hidden // 2
+            values[name] = _multiple(new_hidden // 2, tp_size)
     return new_head_dim
+
+
+def _multiple(size: int, divisor: int) -> int:
+    """The smallest multiple of `divisor` that is no smaller."""
+    return -(-size // divisor) * divisor
 
 
 def _shrink_latent_attention(values: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,24 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hfpar.errors import ConfigError
+from hfpar.models.cuts import Cut, cuts_of
 from hfpar.models.load import whole_model
 
 logger = logging.getLogger(__name__)
 
 
-def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device) -> None:
-    """Give every weight that is still on the meta device its values, each rank reading only its own rows.
+def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device, tp_rank: int = 0) -> None:
+    """Give every weight that is still on the meta device its values, each rank reading only its own part.
 
     A checkpoint that names or lays out its weights in another way than the model (mixtures of experts, often)
     is read whole by every rank, by Transformers, and then cut; rank 0 says so.
 
     Args:
-        model: a Transformers or PEFT model; parameters may be DTensors, cut along their first dimension.
+        model: a Transformers or PEFT model; parameters may be parts for a tensor-parallel rank, and DTensors that
+            an engine has cut along their first dimension.
         folder: a checkpoint.
         device: where the weights are kept.
+        tp_rank: of this process.
 
     Raises:
         ConfigError: weights that the checkpoint doesn't hold, or in other shapes.
@@ -54,9 +58,10 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device
                 checkpoint_key(strange),
             )
         source = _WholeSource(model, folder, next(iter(pending.values())).dtype)
-    owners = _owners(model)
+    owners, cuts = _owners(model), cuts_of(model)
     for name, parameter in pending.items():
-        values = source.read(source.find(wanted[name]), parameter).to(device=device, dtype=parameter.dtype)
+        part = _Part(parameter, cuts.get(name), tp_rank)
+        values = source.read(source.find(wanted[name]), part).to(device=device, dtype=parameter.dtype)
         if isinstance(parameter, DTensor):
             values = DTensor.from_local(
                 values,
@@ -70,7 +75,7 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device
         for owner, attribute in owners[id(parameter)]:  # every module that shares it: ties stay tied
             setattr(owner, attribute, filled)
     for name, buffer in buffers.items():
-        buffer.copy_(source.read(source.find(wanted[name]), buffer))
+        buffer.copy_(source.read(source.find(wanted[name]), _Part(buffer, None, tp_rank)))
 
 
 def checkpoint_key(parameter_name: str) -> str:
@@ -125,8 +130,31 @@ def _stored_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: list(dict.fromkeys([name, *group])) for name, group in stored.items()}
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What this rank keeps of a stored weight."""
+
+    like: Tensor
+    """Of the shape that tensor parallelism leaves, and maybe cut again by an engine."""
+    cut: Cut | None
+    tp_rank: int
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """As it is stored."""
+        return tuple(self.like.shape) if self.cut is None else self.cut.whole_shape(self.like.shape)
+
+    def of(self, whole: Any) -> Tensor:
+        """The part of a tensor, or of a slice of a file."""
+        rows = _local_rows(self.like)
+        if self.cut is not None:
+            return self.cut.take(whole, self.tp_rank, rows)
+        part: Tensor = whole[rows].clone()
+        return part
+
+
 def _local_rows(like: Tensor) -> slice:
-    """The rows that this rank keeps of a tensor; maybe none."""
+    """The rows that an engine leaves this rank of a tensor; maybe none."""
     if not isinstance(like, DTensor):
         return slice(None)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -159,16 +187,15 @@ class _SafetensorsSource:
         """The name under which the files hold it."""
         return next((name for name in names if name in self.where), None)
 
-    def read(self, name: str | None, like: Tensor) -> Tensor:
-        """The rows that belong into `like`."""
+    def read(self, name: str | None, part: _Part) -> Tensor:
+        """This rank's part of it."""
         assert name is not None
         # Opened anew for each weight: what stays mapped counts as this process's memory.
         with self._open(self.where[name]) as file:
-            rows = file.get_slice(name)
-            _check_shape(name, rows.get_shape(), like, self.folder)
-            if not like.dim():
-                return file.get_tensor(name)
-            return rows[_local_rows(like)].clone()
+            stored = file.get_slice(name)
+            _check_shape(name, stored.get_shape(), part, self.folder)
+            whole: Tensor = file.get_tensor(name) if not part.like.dim() else part.of(stored)
+            return whole
 
 
 class _WholeSource:
@@ -185,16 +212,16 @@ class _WholeSource:
         """The name under which the model holds it."""
         return next((name for name in names if name in self.tensors), None)
 
-    def read(self, name: str | None, like: Tensor) -> Tensor:
-        """The rows that belong into `like`."""
+    def read(self, name: str | None, part: _Part) -> Tensor:
+        """This rank's part of it."""
         assert name is not None
         whole = self.tensors[name].detach()
-        _check_shape(name, list(whole.shape), like, self.folder)
-        return whole[_local_rows(like)].clone() if like.dim() else whole.clone()
+        _check_shape(name, list(whole.shape), part, self.folder)
+        return part.of(whole) if whole.dim() else whole.clone()
 
 
-def _check_shape(name: str, shape: list[int], like: Tensor, folder: Path) -> None:
-    if tuple(shape) != tuple(like.shape):
+def _check_shape(name: str, shape: list[int], part: _Part, folder: Path) -> None:
+    if tuple(shape) != part.whole_shape:
         raise ConfigError(
-            f"model_name_or_path: {name} is {tuple(shape)} in {folder}, but {tuple(like.shape)} in the model"
+            f"model_name_or_path: {name} is {tuple(shape)} in {folder}, but {part.whole_shape} in the model"
         )

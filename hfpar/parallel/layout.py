@@ -37,6 +37,8 @@ class Layout:
     cp_size: int = 1
     sp_size: int = 1
     tp_size: int = 1
+    tp_sequence: bool = False
+    """Whether tp ranks share the tokens, too, wherever they don't share a layer's weights."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that don't divide the world."""
@@ -44,6 +46,8 @@ class Layout:
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}: {size!r}; must be a whole number of at least 1")
+        if self.tp_sequence and self.tp_size == 1:
+            raise ConfigError("tp_sequence: true with tp_size 1, so that no ranks share tokens; set tp_size")
         product = math.prod(sizes.values())
         if self.world_size % product:
             chosen = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -104,6 +108,11 @@ class Layout:
         return self.coordinates["sp"]
 
     @property
+    def tp_rank(self) -> int:
+        """Place among the ranks that share each layer's weights."""
+        return self.coordinates["tp"]
+
+    @property
     def sequence_size(self) -> int:
         """Number of ranks that share one stream (cp x sp)."""
         return self.cp_size * self.sp_size
@@ -153,6 +162,23 @@ class Layout:
     def sp_group(self) -> dist.ProcessGroup:
         """Ranks that differ in `sp_rank` alone."""
         return self.mesh["sp"].get_group()
+
+    @cached_property
+    def tp_group(self) -> dist.ProcessGroup:
+        """Ranks that differ in `tp_rank` alone."""
+        return self.mesh["tp"].get_group()
+
+    def copies_group(self, copies: int) -> dist.ProcessGroup:
+        """The tp ranks that keep the same key-value head; all ranks must ask for it together."""
+        if copies == self.tp_size:
+            return self.tp_group
+        if copies not in self._copies_groups:
+            self._copies_groups[copies] = dist.new_subgroups(group_size=copies)[0]
+        return self._copies_groups[copies]
+
+    @cached_property
+    def _copies_groups(self) -> dict[int, dist.ProcessGroup]:
+        return {}
 
     @cached_property
     def sequence_group(self) -> dist.ProcessGroup:

@@ -189,7 +189,7 @@ class Trainer:
             num_tokens=position.num_tokens,
             num_label_tokens=position.num_label_tokens,
             tokens_per_second=window.tokens_per_second(position.num_tokens),
-            peak_memory_bytes=peak_memory_bytes(self.engine.device, self.layout),
+            peak_memory_bytes=peak_memory_bytes(self.engine.device),
         )
 
     def _evaluate(self, logger: MetricsLogger) -> None:
@@ -239,12 +239,12 @@ class LogWindow:
         return (num_tokens - self.start_tokens) / (time.perf_counter() - self.start_time)
 
 
-def peak_memory_bytes(device: torch.device, layout: Layout) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of the rank that needed most: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     value = torch.tensor(peak, dtype=torch.int64, device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=layout.batch_group)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return int(value)

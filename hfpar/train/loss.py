@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hfpar.errors import ConfigError
 from hfpar.parallel.sequence import unwrap_peft
+from hfpar.parallel.vocabulary import VocabularyShard, sharded_cross_entropy, softmax_parts, vocabulary_of
 
 IGNORE_INDEX = -100
 
@@ -89,6 +91,7 @@ def _patch_forward(causal_lm: Any, decoder: nn.Module, head: nn.Module) -> None:
 def _patch_head(head: nn.Module, transform: LogitTransform) -> None:
     original = head.forward
     plain = type(head) is nn.Linear
+    shard = vocabulary_of(head)
 
     def forward(
         self: nn.Module, hidden: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any
@@ -96,12 +99,17 @@ def _patch_head(head: nn.Module, transform: LogitTransform) -> None:
         if labels is None:
             result: Tensor = original(hidden, *args, **kwargs)
             return result
+        if shard is not None and shard.tokens_sharded:
+            hidden = shard.enter(hidden)
         with_label = labels.reshape(-1) != IGNORE_INDEX
         hidden = hidden.reshape(-1, hidden.shape[-1])[with_label]  # [B, T, H] -> [N, H]
+        if shard is not None and not shard.tokens_sharded:
+            hidden = shard.enter(hidden)
         targets = labels.reshape(-1)[with_label]
         if plain:
-            return head_cross_entropy(hidden, self.weight, self.bias, targets, transform)  # type: ignore[arg-type]
-        return module_cross_entropy(original, hidden, targets, transform)
+            options: Any = (targets, transform, CHUNK_ELEMENTS, shard)
+            return head_cross_entropy(hidden, self.weight, self.bias, *options)  # type: ignore[arg-type]
+        return module_cross_entropy(original, hidden, targets, transform, CHUNK_ELEMENTS, shard)
 
     head.forward = MethodType(forward, head)  # type: ignore[method-assign]
 
@@ -113,6 +121,7 @@ def head_cross_entropy(
     targets: Tensor,
     transform: LogitTransform = LogitTransform(),
     chunk_elements: int = CHUNK_ELEMENTS,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Summed cross-entropy of `hidden @ weight.T + bias`, with gradients computed chunk by chunk in the forward.
 
@@ -126,6 +135,7 @@ def head_cross_entropy(
         targets: [N], in [0, V).
         transform: what the family does to the logits.
         chunk_elements: logits computed at once.
+        shard: the words whose rows of the head this rank has; None: all.
 
     Returns:
         The sum over N, fp32, a scalar. With N = 0 it is zero with zero gradients.
@@ -134,7 +144,7 @@ def head_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     loss: Tensor = _HeadCrossEntropy.apply(
-        hidden, weight, bias, targets, transform, chunk_elements, dtype, torch.is_grad_enabled()
+        hidden, weight, bias, targets, transform, chunk_elements, shard, dtype, torch.is_grad_enabled()
     )
     return loss
 
@@ -149,6 +159,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         transform: LogitTransform,
         chunk_elements: int,
+        shard: VocabularyShard | None,
         dtype: torch.dtype,
         grad_enabled: bool,
     ) -> Tensor:
@@ -169,7 +180,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     logits += bias.float()
                 chunk_loss, grad_logits = _cross_entropy_in_place(
-                    logits, targets[rows], transform, needs_gradient
+                    logits, targets[rows], transform, needs_gradient, shard
                 )
                 loss += chunk_loss
                 if grad_logits is None:
@@ -193,7 +204,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_output).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
@@ -206,7 +217,11 @@ def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> T
 
 
 def _cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, transform: LogitTransform, needs_gradient: bool
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    needs_gradient: bool,
+    shard: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The summed loss of one chunk [n, V], and its gradient with respect to the raw logits, reusing their memory."""
     slope = None
@@ -216,28 +231,34 @@ def _cross_entropy_in_place(
         tanh = torch.tanh(logits / transform.softcap)
         slope = 1 - tanh * tanh if needs_gradient else None
         logits = tanh * transform.softcap
-    target_logits = logits.gather(1, targets[:, None])[:, 0]
-    maximum = logits.amax(dim=1, keepdim=True)
-    logits.sub_(maximum).exp_()
-    total = logits.sum(dim=1, keepdim=True)
-    loss = (total.log() + maximum)[:, 0] - target_logits
+    if shard is None:
+        target_logits = logits.gather(1, targets[:, None])[:, 0]
+        maximum = logits.amax(dim=1, keepdim=True)
+        logits.sub_(maximum).exp_()
+        total = logits.sum(dim=1, keepdim=True)
+        loss = ((total.log() + maximum)[:, 0] - target_logits).sum()
+        targets_here = torch.arange(len(targets), device=targets.device), targets
+    else:
+        logits[:, shard.size :] = -torch.inf
+        loss, logits, total, targets_here = softmax_parts(logits, targets, shard)
     if not needs_gradient:
-        return loss.sum(), None
+        return loss, None
     logits.div_(total)
-    logits.scatter_add_(1, targets[:, None], torch.full_like(maximum, -1.0))
+    logits[targets_here] -= 1.0
     if slope is not None:
         logits *= slope
     if transform.scale != 1.0:
         logits *= transform.scale
-    return loss.sum(), logits
+    return loss, logits
 
 
 def module_cross_entropy(
-    head: Callable[[Tensor], Tensor],
+    head: Callable[..., Tensor],
     hidden: Tensor,
     targets: Tensor,
     transform: LogitTransform = LogitTransform(),
     chunk_elements: int = CHUNK_ELEMENTS,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """The same sum for a head that isn't a plain linear layer (LoRA on it, quantised): chunks are recomputed.
 
@@ -247,12 +268,18 @@ def module_cross_entropy(
         targets: [N].
         transform: what the family does to the logits.
         chunk_elements: logits computed at once.
+        shard: the words whose rows of the head this rank has; None: all.
     """
+    if shard is not None:
+        head = partial(head, sharded=True)
 
     def chunk_loss(chunk_hidden: Tensor, chunk_targets: Tensor) -> Tensor:
         logits = head(chunk_hidden).float() * transform.scale
         if transform.softcap is not None:
             logits = torch.tanh(logits / transform.softcap) * transform.softcap
+        if shard is not None:
+            is_padding = torch.arange(logits.shape[1], device=logits.device) >= shard.size
+            return sharded_cross_entropy(logits.masked_fill(is_padding, -torch.inf), chunk_targets, shard)
         return nn.functional.cross_entropy(logits, chunk_targets, reduction="sum")
 
     probe = head(hidden[:1])

@@ -12,7 +12,7 @@ from hfpar.attention import interface
 from hfpar.config.engine import EngineSettings, FSDP2Settings
 from hfpar.config.schema import SFTConfig
 from hfpar.models import adapters, load
-from hfpar.parallel import sequence
+from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
 
@@ -55,7 +55,7 @@ def find_model(config: SFTConfig) -> ModelSource:
 
 
 def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings, layout: Layout) -> Any:
-    """Load the weights this rank keeps, then adapters, then the patches: checkpointing, sequence, loss.
+    """Load the weights this rank keeps, then adapters, then the patches: checkpointing, sequence, tensor, loss.
 
     Raises:
         ConfigError: a model or a combination that hfpar can't train.
@@ -68,6 +68,7 @@ def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings
         dtype=load.weights_dtype(config.dtype, source.config),
         attn_implementation=interface.interface_name(config.attn_implementation),
         trust_remote_code=config.trust_remote_code,
+        tp_size=layout.tp_size,
     )
     if config.gradient_checkpointing or (
         isinstance(settings, FSDP2Settings) and settings.activation_checkpointing
@@ -88,5 +89,6 @@ def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings
         base = str(source.folder.resolve()) if is_folder else config.model_name_or_path
         model.peft_config["default"].base_model_name_or_path = base
     sequence.apply(model, layout)
+    tensor.apply(model, layout)
     loss.install(model)
     return model.train()

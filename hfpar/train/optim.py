@@ -36,6 +36,11 @@ def check_optimizer(config: SFTConfig, settings: EngineSettings, device: torch.d
         raise ConfigError(
             f"optim: adafactor needs whole matrices, which {settings.name} cuts; use adamw_torch, or DDP"
         )
+    if (config.tp_size or 1) > 1 and (config.optim == "adafactor" or "8bit" in config.optim):
+        raise ConfigError(
+            f"optim: {config.optim} looks at whole matrices or blocks of them, which tp_size {config.tp_size} cuts; "
+            "use adamw_torch, or leave tp_size at 1"
+        )
     if config.optim.startswith("paged") and device.type != "cuda":
         raise ConfigError(f"optim: {config.optim} needs a GPU; use adamw_bnb_8bit or adamw_torch")
 

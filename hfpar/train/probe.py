@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from hfpar.attention import interface
 from hfpar.data.stream import Sample, build_stream
 from hfpar.errors import ConfigError
+from hfpar.models.cuts import cuts_of
 from hfpar.models.shrink import shrink_config
-from hfpar.parallel import sequence
+from hfpar.parallel import sequence, tensor
+from hfpar.parallel.collectives import gather_whole
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
 from hfpar.train.step import model_inputs
@@ -49,10 +51,13 @@ def check_family(
     alone = Layout(rank=0, world_size=1)
     layout = layout or alone
     sequence.check_sequence(config, layout)
+    tensor.check_tensor(config, layout, trust_remote_code=trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            small = shrink_config(config, fewest_heads=layout.sp_size)
+            small = shrink_config(
+                config, fewest_heads=layout.sp_size * layout.tp_size, tp_size=layout.tp_size
+            )
             state_dict, expected = _plain_gradients(small, trust_remote_code)
         except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it
             if _keeps_a_state(config):
@@ -67,10 +72,13 @@ def check_family(
         packed = _packed_gradients(state_dict, small, alone, trust_remote_code)
         what = "comes out wrong when documents are packed"
         _compare(config, packed, expected, what, "hfpar can't train it")
-        if layout.sequence_size > 1:
+        if layout.sequence_size > 1 or layout.tp_size > 1:
             sharded = _packed_gradients(state_dict, small, layout, trust_remote_code)
-            what = f"comes out wrong when ranks share a stream ({layout.name})"
-            _compare(config, sharded, expected, what, "train it without sp_size and cp_size")
+            shared = "layers" if layout.sequence_size == 1 else "a stream"
+            flags = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(layout, f"{axis}_size") > 1]
+            flags += ["tp_sequence"] if layout.tp_sequence else []
+            what = f"comes out wrong when ranks share {shared} ({layout.name})"
+            _compare(config, sharded, expected, what, f"train it without {' and '.join(flags)}")
 
 
 def _compare(
@@ -132,15 +140,16 @@ def _packed_gradients(
 ) -> list[Tensor]:
     """Of a copy that is made as the user's model will be: a family can ignore a later change of its attention.
 
-    Summed over the ranks that share the stream.
+    Summed over the ranks that share the stream, put together from those that share layers.
     """
     interface.register()
     name = interface.interface_name("auto")
-    device = torch.device(layout.device_type if layout.sequence_size > 1 else "cpu")  # what their groups take
+    device = torch.device(layout.device_type if layout.world_size > 1 else "cpu")  # what their groups take
     try:
         model = _make(config, name, trust_remote_code)
         model.load_state_dict(state_dict)
         sequence.apply(model.to(device), layout)
+        tensor.apply(model, layout)
         loss.install(model)
         shard = sequence.shard_stream(build_stream(_documents(model.config.vocab_size)), layout)
         model(**model_inputs(shard, device)).backward()
@@ -154,7 +163,10 @@ def _packed_gradients(
         raise ConfigError(
             f"model_name_or_path: {config.model_type} doesn't take packed documents: {reason}"
         ) from error
-    gradients = [_gradient(parameter) for parameter in model.parameters()]
+    gradients, cuts = [], cuts_of(model)
+    for name, parameter in model.named_parameters():
+        cut, gradient = cuts.get(name), _gradient(parameter)
+        gradients.append(gradient if cut is None else gather_whole(gradient, cut, layout.tp_group, device))
     for group in (shard.sharding.cp_group, shard.sharding.sp_group) if shard.sharding else ():
         if group is not None:
             for gradient in gradients:

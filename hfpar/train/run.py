@@ -54,7 +54,13 @@ def settle(config: SFTConfig, defaults: LaunchDefaults) -> SFTConfig:
         ConfigError: a flag and the file contradict each other.
     """
     chosen: dict[str, int | float | str | None] = {}
-    fallbacks = {"gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "cp_size": 1, "sp_size": 1}
+    fallbacks = {
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 1.0,
+        "cp_size": 1,
+        "sp_size": 1,
+        "tp_size": 1,
+    }
     for name, fallback in fallbacks.items():
         flag, file = getattr(config, name), getattr(defaults, name)
         if flag is not None and file is not None and flag != file:
@@ -95,6 +101,8 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
         world_size=launch.world_size,
         cp_size=config.cp_size or 1,
         sp_size=config.sp_size or 1,
+        tp_size=config.tp_size or 1,
+        tp_sequence=config.tp_sequence,
     )
 
     config = inputs.with_demo_assets(config, layout)

@@ -33,7 +33,7 @@ def show(
     position: TrainerState,
 ) -> None:
     """Print the run in a table on rank 0. All ranks together."""
-    memory = peak_memory_bytes(engine.device, layout)
+    memory = peak_memory_bytes(engine.device)
     parameters = [
         (getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in engine.module.parameters()
     ]
@@ -55,7 +55,7 @@ def show(
         ("parameters", f"{format_count(num_trained)} trained of {format_count(num_all)}"),
         *_data_rows(config, run_data),
         ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} {ranks}"),
-        *_sequence_rows(layout),
+        *_sharing_rows(layout),
         ("padding saved", f"{100 * loader.padding_saved:.0f} % of what padded batches would compute"),
         ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} {per}), from {position.step}"),
         ("memory", f"{format_bytes(memory)} on the fullest rank, before the first step"),
@@ -65,13 +65,17 @@ def show(
         print_summary(rows, "hfpar fine-tuning")
 
 
-def _sequence_rows(layout: Layout) -> list[tuple[str, str]]:
-    """Who shares a stream, where somebody does."""
+def _sharing_rows(layout: Layout) -> list[tuple[str, str]]:
+    """Who shares layers and streams, where somebody does."""
+    rows = []
+    if layout.tp_size > 1:
+        tokens = " and, between layers, the tokens" if layout.tp_sequence else ""
+        rows.append(("tensor", f"{layout.tp_size} ranks share each layer's weights{tokens}"))
     if layout.sequence_size == 1:
-        return []
+        return rows
     sizes = {"cp": layout.cp_size, "sp": layout.sp_size}
     product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    return [("sequence", f"{layout.sequence_size} ranks share a stream: {product}")]
+    return [*rows, ("sequence", f"{layout.sequence_size} ranks share a stream: {product}")]
 
 
 def _data_rows(config: SFTConfig, run_data: RunData) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ DEFAULT_LAYOUTS = "dp2"
 
 _LAYOUT = re.compile(r"(?:(?:pp|dp|cp|sp|tp)[1-9][0-9]*)+")
 _AXIS = re.compile(r"([a-z]+)([0-9]+)")
-_NOT_YET = {"pp": "pipeline parallelism", "tp": "tensor parallelism"}
+_NOT_YET = {"pp": "pipeline parallelism"}
 
 Status = Literal["pass", "refused", "fail"]
 
@@ -98,9 +98,7 @@ def layout_refusal(layout: str) -> str | None:
     """Why hfpar doesn't run this layout, or None."""
     for axis, size in layout_sizes(layout).items():
         if size > 1 and axis in _NOT_YET:
-            return (
-                f"{axis}_size {size}: {_NOT_YET[axis]} isn't supported yet; use dp, cp and sp, such as dp2sp2"
-            )
+            return f"{axis}_size {size}: {_NOT_YET[axis]} isn't supported yet; use dp, cp, sp and tp, such as dp2tp2"
     return None
 
 
@@ -132,8 +130,8 @@ def _choose(option: str, text: str, allowed: Sequence[str] | None) -> list[str]:
             axes = [axis for axis, _ in _AXIS.findall(name)]
             if not _LAYOUT.fullmatch(name) or len(set(axes)) != len(axes):
                 raise ConfigError(
-                    f"--{option}: {name} is no layout; allowed: dp, cp and sp, each with its number of ranks, such as "
-                    "dp2 or cp2sp2"
+                    f"--{option}: {name} is no layout; allowed: dp, cp, sp and tp, each with its number of ranks, such "
+                    "as dp2 or tp2sp2"
                 )
         elif name not in allowed:
             near = did_you_mean(name, list(allowed))

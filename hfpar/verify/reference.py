@@ -35,11 +35,13 @@ _SPREAD = 0.06
 """Standard deviation of the weights: attention scores then differ from token to token."""
 
 
-def build_checkpoint(config: Any, folder: Path, seed: int = 0, *, fewest_heads: int = 1) -> None:
+def build_checkpoint(
+    config: Any, folder: Path, seed: int = 0, *, fewest_heads: int = 1, tp_size: int = 1
+) -> None:
     """Write a shrunk model with random weights: vectors too (norms, biases, sinks), which otherwise start at 0 or 1."""
     from transformers import AutoModelForCausalLM
 
-    small = shrink_config(config, fewest_heads=fewest_heads)
+    small = shrink_config(config, fewest_heads=fewest_heads, tp_size=tp_size)
     if getattr(small, "initializer_range", None) is not None:
         small.initializer_range = max(small.initializer_range, _SPREAD)
     torch.manual_seed(seed)

@@ -71,7 +71,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--layouts",
         default=DEFAULT_LAYOUTS,
-        help="products of dp, cp (ring) and sp (Ulysses) ranks, such as dp2,sp4,cp2sp2; default: %(default)s",
+        help="products of dp, cp (ring), sp (Ulysses) and tp (tensor) ranks, such as dp2,sp4,tp2cp2; default: "
+        "%(default)s",
     )
     parser.add_argument("--adapters", default=",".join(ADAPTERS), help="default: %(default)s")
     parser.add_argument("--batching", default=",".join(BATCHINGS), help="default: %(default)s")
@@ -202,8 +203,10 @@ def verify(
     runnable = [(number, cell) for number, cell in enumerate(cells) if number not in results]
     if runnable:
         adapters = sorted({cell.adapter for _, cell in runnable})
-        most_sp = max(layout_sizes(cell.layout).get("sp", 1) for _, cell in runnable)
-        _make_references(model_name_or_path, adapters, most_sp, folder, device, show)
+        sizes = [layout_sizes(cell.layout) for _, cell in runnable]
+        fewest_heads = max(size.get("sp", 1) * size.get("tp", 1) for size in sizes)
+        tp_size = math.lcm(*(size.get("tp", 1) for size in sizes))
+        _make_references(model_name_or_path, adapters, fewest_heads, tp_size, folder, device, show)
     for world_size in sorted({cell.world_size for _, cell in runnable}):
         run = _Run(folder, world_size, environment, tolerance, timeout, run_cells, show, settle)
         run(
@@ -217,6 +220,7 @@ def _make_references(
     model_name_or_path: str | None,
     adapters: list[str],
     fewest_heads: int,
+    tp_size: int,
     folder: Path,
     device: str,
     show: Progress,
@@ -226,7 +230,7 @@ def _make_references(
         run_processes(
             prepare_references_lazily,
             1,
-            (model_name_or_path, adapters, fewest_heads, folder),
+            (model_name_or_path, adapters, fewest_heads, tp_size, folder),
             folder=folder,
             device_type=_device_type(1, device),
         )

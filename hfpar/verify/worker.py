@@ -20,7 +20,7 @@ from hfpar.engine.build import build_engine
 from hfpar.errors import ConfigError
 from hfpar.models.adapters import add_lora
 from hfpar.models.load import load_model, load_model_config, resolve_folder
-from hfpar.parallel import sequence
+from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
 from hfpar.train.step import train_step
@@ -40,7 +40,12 @@ from hfpar.verify.reference import (
 
 
 def prepare_references(
-    worker: Worker, model_name_or_path: str | None, adapters: Sequence[str], fewest_heads: int, folder: Path
+    worker: Worker,
+    model_name_or_path: str | None,
+    adapters: Sequence[str],
+    fewest_heads: int,
+    tp_size: int,
+    folder: Path,
 ) -> None:
     """Write the shrunk checkpoint, the adapters' values and what one plain process makes of them.
 
@@ -49,12 +54,13 @@ def prepare_references(
         model_name_or_path: whose config is shrunk; None: the tiny model's.
         adapters: `full`, `lora`.
         fewest_heads: query heads that the shrunk model must keep, if the model has them.
+        tp_size: ranks that are to share its heads and feed-forward evenly, if they can share the model's own.
         folder: where to.
     """
     checkpoint = folder / "checkpoint"
     config = load_model_config(_model_folder(model_name_or_path, folder))
     config.save_pretrained(folder / "original")
-    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads)
+    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads, tp_size=tp_size)
     windows = make_windows(load_model_config(checkpoint).vocab_size)
     device = torch.device(worker.device_type)
     for adapter in adapters:
@@ -105,7 +111,9 @@ def _refusal(worker: Worker, cell: Cell, folder: Path) -> str | None:
     """Why the model, or its shrunk copy, can't have the cell's layout, or None. All ranks find the same."""
     try:
         for name in ("original", "checkpoint"):
-            sequence.check_sequence(load_model_config(folder / name), make_layout(worker, cell))
+            config, layout = load_model_config(folder / name), make_layout(worker, cell)
+            sequence.check_sequence(config, layout)
+            tensor.check_tensor(config, layout)
     except ConfigError as error:
         return str(error)
     return None
@@ -119,6 +127,7 @@ def make_layout(worker: Worker, cell: Cell) -> Layout:
         world_size=worker.world_size,
         cp_size=sizes.get("cp", 1),
         sp_size=sizes.get("sp", 1),
+        tp_size=sizes.get("tp", 1),
     )
 
 
@@ -167,6 +176,7 @@ def build_cell_engine(
         settings=settings,
         dtype=torch.float32,
         attn_implementation=interface.interface_name("auto"),
+        tp_size=layout.tp_size,
     )
     if cell.adapter == "lora":
         model = add_lora(
@@ -180,6 +190,7 @@ def build_cell_engine(
         )
         set_parameters(model, torch.load(folder / "adapter_state.pt", weights_only=True))
     sequence.apply(model, layout)
+    tensor.apply(model, layout)
     loss.install(model)
     model.train()
     return build_engine(
