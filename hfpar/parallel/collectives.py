@@ -114,7 +114,7 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
         ctx.cut, ctx.group = cut, group
-        last_dim = _along_last(cut, tensor)
+        last_dim = along_last(cut, tensor)
         pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(pieces, tensor.contiguous(), group=group)
         return last_dim.assemble(pieces)
@@ -122,11 +122,12 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         rank = dist.get_rank(ctx.group)
-        part = _along_last(ctx.cut, gradient).take(_sum(gradient, ctx.group), rank)
+        part = along_last(ctx.cut, gradient).take(_sum(gradient, ctx.group), rank)
         return part if rank % ctx.cut.copies == 0 else torch.zeros_like(part), None, None
 
 
-def _along_last(cut: Cut, tensor: Tensor) -> Cut:
+def along_last(cut: Cut, tensor: Tensor) -> Cut:
+    """A cut of a weight's rows as one of the features that they make."""
     return Cut(tensor.dim() - 1, cut.size, cut.ranges, cut.copies)
 
 

@@ -92,6 +92,8 @@ class Plan:
     """Norms over all heads of a token, of which each rank has some."""
     once: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Biases that each rank would add to its part of a sum."""
+    dropouts: list[tuple[nn.Module, Cut]] = field(default_factory=list)
+    """Of adapters, on features of which each rank has some."""
 
 
 def base_plan(config: Any) -> dict[str, str]:
@@ -272,6 +274,9 @@ class _Planner:
             self.result.cuts.append((base, "bias", cut))
         if cut.dim == 1 and _is_there(base, "bias"):
             self.result.once.append((base, "bias"))
+        if cut.dim == 1 and adapters:
+            dropouts: Any = layer.lora_dropout
+            self.result.dropouts += [(dropout, cut) for dropout in dropouts.values()]
         for lora_a, lora_b in adapters:
             self.result.cuts.append((lora_b if cut.dim == 0 else lora_a, "weight", cut))
             if _is_there(lora_b, "bias"):

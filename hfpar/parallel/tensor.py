@@ -26,7 +26,14 @@ from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut, cut_of, note_cut
 from hfpar.models.load import skeleton
 from hfpar.parallel import plan as planning
-from hfpar.parallel.collectives import enter, gather_features, gather_tokens, leave, scatter_tokens
+from hfpar.parallel.collectives import (
+    along_last,
+    enter,
+    gather_features,
+    gather_tokens,
+    leave,
+    scatter_tokens,
+)
 from hfpar.parallel.layout import Layout
 from hfpar.parallel.plan import Heads, Plan, Region, SizeError, layers_at, plan_model
 from hfpar.parallel.sequence import unwrap_peft
@@ -75,7 +82,21 @@ def check_sizes(causal_lm: Any, layout: Layout) -> None:
             f"sp_size: {layout.sp_size} ranks share the {fewest} attention heads that tp_size {layout.tp_size} leaves "
             f"each of them, so that some would have none; use sp_size {fewest} or less, and cp_size for more ranks"
         )
-    if layout.tp_sequence and not plan.attentions:
+    if layout.tp_sequence:
+        _check_tokens_can_be_shared(causal_lm, plan)
+
+
+def _check_tokens_can_be_shared(causal_lm: Any, plan: Plan) -> None:
+    inside = {id(module) for region in plan.regions for module in region.module.modules()}
+    drawing = next(
+        (m for m in causal_lm.modules() if isinstance(m, nn.Dropout) and m.p and id(m) not in inside), None
+    )
+    if drawing is not None:
+        raise ConfigError(
+            f"tp_sequence: true with the model's dropout of {drawing.p}, whose draws would be the same for tokens of "
+            "different ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
+        )
+    if not plan.attentions:
         raise ConfigError(
             f"tp_sequence: true, but {causal_lm.config.get_text_config().model_type} has no plan for its attention, "
             "which would see a rank's tokens alone; leave tp_sequence out"
@@ -119,6 +140,8 @@ def apply(model: nn.Module, layout: Layout) -> list[str]:
         _tell_heads(attention, heads, layout.tp_size)
     for norm, cut in plan.wide_norms:
         exchange.gather_around(norm, cut)
+    for dropout, cut in plan.dropouts:
+        _draw_whole(dropout, cut, layout.tp_rank)
     exchange.sum_gradients(causal_lm, plan)
     for region in plan.regions:
         exchange.connect(region)
@@ -188,6 +211,18 @@ def _tell_heads(attention: nn.Module, heads: Heads, tp_size: int) -> None:
         module.config.num_attention_heads = local.query
         if getattr(module.config, "num_key_value_heads", None) is not None:
             module.config.num_key_value_heads = local.kv
+
+
+def _draw_whole(dropout: nn.Module, cut: Cut, tp_rank: int) -> None:
+    """Draw for the features of all ranks and take one's own: what one process draws, and not the same for each part."""
+
+    def forward(self: nn.Dropout, states: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return states
+        whole = nn.functional.dropout(states.new_ones(*states.shape[:-1], cut.size), self.p)
+        return states * along_last(cut, states).take(whole, tp_rank)
+
+    dropout.forward = MethodType(forward, dropout)  # type: ignore[method-assign]
 
 
 # Exchanges
@@ -265,8 +300,7 @@ class _Exchange:
 
         def forward(self: nn.Module, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             whole: Tensor = original(gather_features(states, cut, group), *args, **kwargs)
-            last = whole.dim() - 1
-            return Cut(last, cut.size, cut.ranges, cut.copies).take(whole, rank)
+            return along_last(cut, whole).take(whole, rank)
 
         norm.forward = MethodType(forward, norm)  # type: ignore[method-assign]
 

@@ -97,21 +97,22 @@ def run_cells(worker: Worker, cells: Sequence[tuple[int, Cell]], folder: Path) -
         prepare_deepspeed(on_gpu=worker.device_type == "cuda")
     worker.join_group()
     interface.register()
+    layouts = {cell.layout: make_layout(worker, cell) for _, cell in cells}  # one set of groups each
     for number, cell in cells:
         worker.send(("start", number))
-        refusal = _refusal(worker, cell, folder)
+        refusal = _refusal(layouts[cell.layout], folder)
         if refusal is not None:
             worker.send(("refused", number, refusal))
             continue
-        worker.send(("result", number, run_cell(worker, cell, folder)))
+        worker.send(("result", number, run_cell(worker, cell, layouts[cell.layout], folder)))
         dist.barrier()  # or a rank that is ahead could crash in the next cell before this one has been told
 
 
-def _refusal(worker: Worker, cell: Cell, folder: Path) -> str | None:
-    """Why the model, or its shrunk copy, can't have the cell's layout, or None. All ranks find the same."""
+def _refusal(layout: Layout, folder: Path) -> str | None:
+    """Why the model, or its shrunk copy, can't have a layout, or None. All ranks find the same."""
     try:
         for name in ("original", "checkpoint"):
-            config, layout = load_model_config(folder / name), make_layout(worker, cell)
+            config = load_model_config(folder / name)
             sequence.check_sequence(config, layout)
             tensor.check_tensor(config, layout)
     except ConfigError as error:
@@ -131,10 +132,9 @@ def make_layout(worker: Worker, cell: Cell) -> Layout:
     )
 
 
-def run_cell(worker: Worker, cell: Cell, folder: Path) -> Errors:
+def run_cell(worker: Worker, cell: Cell, layout: Layout, folder: Path) -> Errors:
     """One row of the table, as this rank sees it."""
     reference = torch.load(folder / f"reference_{cell.adapter}.pt", weights_only=True)
-    layout = make_layout(worker, cell)
     device = torch.device(f"cuda:{worker.rank}" if worker.device_type == "cuda" else "cpu")
     checkpoint = folder / "checkpoint"
     windows = deal(make_windows(load_model_config(checkpoint).vocab_size), layout.dp_size)
