@@ -60,8 +60,8 @@ class Cut:
 
     def take(self, whole: Any, rank: int, rows: slice = slice(None)) -> Tensor:
         """A rank's part of the whole weight: a tensor, or a slice of a safetensors file."""
-        pieces = [whole[index] for index in self.slices(rank, rows)]
-        like = pieces[0] if pieces else whole[(slice(0, 0),)]
+        pieces = [whole[index] for index in self.slices(rank, rows)] or [whole[(slice(0, 0),)]]
+        like = pieces[0]
         start, stop, _ = rows.indices(self.local_size)
         expected = stop - start if self.dim == 0 else self.local_size
         missing = expected - sum(piece.shape[self.dim] for piece in pieces)

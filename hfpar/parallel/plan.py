@@ -259,7 +259,8 @@ class _Planner:
             weight = getattr(norm, "weight", None)
             if not isinstance(norm, nn.Module) or weight is None or projection not in module._modules:
                 continue
-            cut = sizes[layers_at(module.get_submodule(projection))[0]]
+            base, _ = base_and_adapters(layers_at(module.get_submodule(projection))[0])
+            cut = sizes[base]
             if weight.dim() == 2 and weight.shape[0] == count:
                 own = cut_heads(0, count, count, self.tp_size)
                 self.result.cuts += [(norm, leaf, own) for leaf in norm._parameters if _is_there(norm, leaf)]
@@ -276,7 +277,8 @@ class _Planner:
             self.result.once.append((base, "bias"))
         if cut.dim == 1 and adapters:
             dropouts: Any = layer.lora_dropout
-            self.result.dropouts += [(dropout, cut) for dropout in dropouts.values()]
+            drawing = [dropout for dropout in dropouts.values() if isinstance(dropout, nn.Dropout)]
+            self.result.dropouts += [(dropout, cut) for dropout in drawing]
         for lora_a, lora_b in adapters:
             self.result.cuts.append((lora_b if cut.dim == 0 else lora_a, "weight", cut))
             if _is_there(lora_b, "bias"):
@@ -291,8 +293,9 @@ class _Planner:
         embedding = self.causal_lm.get_input_embeddings()
         head = self.causal_lm.get_output_embeddings()
         for layer in layers_at(embedding):
-            if not isinstance(layer, nn.Embedding):
-                raise self._refusal(f"has a {type(layer).__name__} as its embedding")
+            base, _ = base_and_adapters(layer)
+            if not isinstance(base, nn.Embedding):
+                raise self._refusal(f"has a {type(base).__name__} as its embedding")
             self.result.cuts.append(
                 (layer, "weight", cut_vocabulary(0, _weight_size(layer, 0), self.tp_size))
             )

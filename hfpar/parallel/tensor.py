@@ -57,13 +57,13 @@ def check_tensor(config: Any, layout: Layout, *, trust_remote_code: bool = False
     """
     if layout.tp_size == 1:
         return
+    planning.base_plan(config)
     dropout = next((rate for rate in (getattr(config, name, 0) for name in _DROPOUTS) if rate), 0)
     if dropout:
         raise ConfigError(
             f"tp_size: {layout.tp_size} with the model's attention dropout of {dropout}, whose draws would be the same "
             "for heads of different ranks; set it to 0 in the model's config.json, or use sp_size"
         )
-    planning.base_plan(config)
     check_sizes(skeleton(config, trust_remote_code=trust_remote_code), layout)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpar.engine.base import Engine
-from hfpar.models.slices import persistent_buffers
+from hfpar.models.stored import persistent_buffers
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
 from hfpar.train.files import explained_write_errors, files_in, make_fresh, sync
