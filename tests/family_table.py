@@ -6,17 +6,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.families import FAMILIES, REFUSED, Family  # noqa: TID251
 
 DOCS = Path(__file__).parents[1] / "docs" / "families.md"
-REWRITE = "HFPAR_WRITE_DOCS=1 pytest tests/distributed/test_sequence_families.py"
+REWRITE = "HFPAR_WRITE_DOCS=1 pytest tests/distributed/test_families.py"
 
-COLUMNS: dict[str, dict[str, int]] = {
+COLUMNS: dict[str, dict[str, Any]] = {
     "sp 2": {"sp_size": 2},
     "sp 4": {"sp_size": 4},
     "cp 2": {"cp_size": 2},
     "cp 2 x sp 2": {"cp_size": 2, "sp_size": 2},
+    "tp 2": {"tp_size": 2},
+    "tp 4": {"tp_size": 4},
+    "tp 2 x sp 2": {"tp_size": 2, "sp_size": 2},
+    "tp 2 and the tokens": {"tp_size": 2, "tp_sequence": True},
 }
 """Titles and the sizes of their layouts. Another kind of parallelism is another column."""
 
@@ -25,15 +30,16 @@ REFUSAL_COLUMNS = ("alone", "sharing a stream")
 INTRODUCTION = f"""# Model families
 
 Which families hfpar trains, and in which layouts. {{num_families}} are computed right; {{num_refused}} more were tried
-and are refused. Of a family that isn't listed, `hfpar verify --model_name_or_path FOLDER --layouts sp2,cp2` tells the
-same, and training itself checks a tiny copy of the model before weights load: it either comes out right, or is
+and are refused. Of a family that isn't listed, `hfpar verify --model_name_or_path FOLDER --layouts sp2,cp2,tp2` tells
+the same, and training itself checks a tiny copy of the model before weights load: it either comes out right, or is
 refused by name.
 
 Each row is one step on a shrunk copy that keeps the family's features, in fp32, on four processes that share it as
 the column says (a group of two: with two such groups side by side). Documents are longer than windows, are cut
-between ranks and begin in the middle of a rank's tokens. A number is the error of the gradient that is furthest
-off, of all parameters: the norm of its difference from one plain process, which runs one document at a time
-without any of hfpar's parallel code, over that gradient's norm. Rounding gives about 1e-6; 1e-5 fails the test.
+between ranks and begin in the middle of a rank's tokens. *tp 2 and the tokens* is `tp_sequence`. A number is the
+error of the gradient that is furthest off, of all parameters: the norm of its difference from one plain process,
+which runs one document at a time without any of hfpar's parallel code, over that gradient's norm. Rounding gives
+about 1e-6; 1e-5 fails the test.
 
 This page is written by the test: `{REWRITE}`.
 
@@ -76,7 +82,7 @@ class Cell:
         if self.refusal is None:
             assert self.error is not None
             return f"{self.error:.0e}".replace("e-0", "e-")
-        return f"refused: {self.refusal}".replace("|", "/")
+        return f"refused: {_DETAIL.sub('', self.refusal).partition('; ')[0]}".replace("|", "/")
 
     @property
     def reason(self) -> str:

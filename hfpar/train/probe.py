@@ -69,14 +69,16 @@ def check_family(
                 f"model_name_or_path: {config.model_type} couldn't be checked on a tiny copy ({reason}); hfpar only "
                 "trains what it can check"
             ) from error
-        packed = _packed_gradients(state_dict, small, alone, trust_remote_code)
+        what = "doesn't take packed documents"
+        packed = _packed_gradients(state_dict, small, alone, trust_remote_code, what)
         what = "comes out wrong when documents are packed"
         _compare(config, packed, expected, what, "hfpar can't train it")
         if layout.sequence_size > 1 or layout.tp_size > 1:
-            sharded = _packed_gradients(state_dict, small, layout, trust_remote_code)
             shared = "layers" if layout.sequence_size == 1 else "a stream"
             flags = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(layout, f"{axis}_size") > 1]
             flags += ["tp_sequence"] if layout.tp_sequence else []
+            what = f"can't be computed when ranks share {shared} ({layout.name})"
+            sharded = _packed_gradients(state_dict, small, layout, trust_remote_code, what)
             what = f"comes out wrong when ranks share {shared} ({layout.name})"
             _compare(config, sharded, expected, what, f"train it without {' and '.join(flags)}")
 
@@ -136,7 +138,11 @@ def _plain_gradients(
 
 
 def _packed_gradients(
-    state_dict: dict[str, Tensor], config: PretrainedConfig, layout: Layout, trust_remote_code: bool
+    state_dict: dict[str, Tensor],
+    config: PretrainedConfig,
+    layout: Layout,
+    trust_remote_code: bool,
+    what_fails: str,
 ) -> list[Tensor]:
     """Of a copy that is made as the user's model will be: a family can ignore a later change of its attention.
 
@@ -160,9 +166,7 @@ def _packed_gradients(
             reason = "its attention doesn't go through Transformers' AttentionInterface"
         else:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"model_name_or_path: {config.model_type} doesn't take packed documents: {reason}"
-        ) from error
+        raise ConfigError(f"model_name_or_path: {config.model_type} {what_fails}: {reason}") from error
     gradients, cuts = [], cuts_of(model)
     for name, parameter in model.named_parameters():
         cut, gradient = cuts.get(name), _gradient(parameter)
