@@ -8,6 +8,10 @@ One rule makes gradients right whatever a layer does inside (see `hfpar.parallel
 sums its gradients over ranks, what leaves it is summed, and a weight that several ranks hold whole within a region
 has its gradient summed over them. Weights outside are the same everywhere and so are their gradients, unless tokens
 are sharded there (`tp_sequence`): then they are summed as well.
+
+A decoder layer of T tokens and width H sends two all-reduces of [T, H] forward, and two backward; with `tp_sequence`,
+each is an all-gather and a reduce-scatter of [T, H], which move as many bytes. Backward come the gradients of weights
+that ranks hold whole, once each: copies of key-value heads, halves of adapters, and with `tp_sequence` norms.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut, cut_of, note_cut
-from hfpar.models.load import skeleton
 from hfpar.parallel import plan as planning
 from hfpar.parallel.collectives import (
     along_last,
@@ -64,7 +68,9 @@ def check_tensor(config: Any, layout: Layout, *, trust_remote_code: bool = False
             f"tp_size: {layout.tp_size} with the model's attention dropout of {dropout}, whose draws would be the same "
             "for heads of different ranks; set it to 0 in the model's config.json, or use sp_size"
         )
-    check_sizes(skeleton(config, trust_remote_code=trust_remote_code), layout)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    check_sizes(model, layout)
 
 
 def check_sizes(causal_lm: Any, layout: Layout) -> None:
@@ -87,7 +93,8 @@ def check_sizes(causal_lm: Any, layout: Layout) -> None:
 
 
 def _check_tokens_can_be_shared(causal_lm: Any, plan: Plan) -> None:
-    inside = {id(module) for region in plan.regions for module in region.module.modules()}
+    roots = [*(region.module for region in plan.regions), causal_lm.get_output_embeddings()]
+    inside = {id(module) for root in roots for module in root.modules()}
     drawing = next(
         (m for m in causal_lm.modules() if isinstance(m, nn.Dropout) and m.p and id(m) not in inside), None
     )

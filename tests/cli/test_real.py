@@ -76,6 +76,12 @@ def reference() -> Callable[[str], Steps]:
 
 def plain_training(adapter: str) -> Steps:
     """What one plain process makes of the conversations."""
+    steps, _ = plain_steps(adapter, planned_steps())
+    return steps
+
+
+def planned_steps() -> list[list[Any]]:
+    """The batches that one data-parallel rank trains on."""
     from transformers import AutoTokenizer
 
     from hfpar.data.build import Recipe, encode_rows
@@ -93,11 +99,13 @@ def plain_training(adapter: str) -> Steps:
         per_device_train_batch_size=NUM_CONVERSATIONS // NUM_STEPS,
         max_tokens_per_batch=None,
     )
-    return plain_steps(adapter, [[samples[index] for index in indices] for ((indices,),) in plan.steps])
+    return [[samples[index] for index in indices] for ((indices,),) in plan.steps]
 
 
-def plain_steps(adapter: str, steps: list[list[Any]], rows_at_once: int = 8) -> Steps:
-    """Transformers' own model, attention and padding, full logits, one sum, one divisor.
+def plain_steps(
+    adapter: str, steps: list[list[Any]], rows_at_once: int = 8, folder: Path = MODEL
+) -> tuple[Steps, Any]:
+    """Transformers' own model, attention and padding, full logits, one sum, one divisor; also the trained model.
 
     The cross-entropy is taken in float64: torch's float32 one adds up 49,152 small terms in a row, and is off by more
     than the engines are.
@@ -108,7 +116,7 @@ def plain_steps(adapter: str, steps: list[list[Any]], rows_at_once: int = 8) -> 
     from hfpar.data.stream import pad_batch
     from hfpar.models.adapters import add_lora
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     if adapter == "lora":
         model = add_lora(
             model,
@@ -140,7 +148,7 @@ def plain_steps(adapter: str, steps: list[list[Any]], rows_at_once: int = 8) -> 
         optimizer.step()
         optimizer.zero_grad()
         taken.append((total / num_label_tokens, norm))
-    return taken
+    return taken, model
 
 
 def table_row(name: str, adapter: str, steps: Steps) -> str:

@@ -104,7 +104,7 @@ def reference() -> Callable[[str], Steps]:
 
     def steps(adapter: str) -> Steps:
         if adapter not in known:
-            known[adapter] = plain_steps(adapter, planned_steps(), rows_at_once=1)
+            known[adapter], _ = plain_steps(adapter, planned_steps(), rows_at_once=1)
         return known[adapter]
 
     return steps

@@ -1,4 +1,4 @@
-"""`--sp_size` and `--cp_size` from the command line: the numbers of one process, resuming, mistakes, a killed rank."""
+"""`--sp_size`, `--cp_size`, `--tp_size` from the command line: one process's numbers, resuming, mistakes, a dead rank."""
 
 import json
 import os
@@ -67,7 +67,7 @@ OPTIMIZER = ["--learning_rate", "1e-2", "--adam_epsilon", "1e-3", "--lr_schedule
 COMMON = ["--max_steps", "4", *OPTIMIZER, "--seed", "3"]
 LORA = ["--lora_r", "4", "--lora_dropout", "0.2"]
 
-REFERENCES = {"padded": PADDED, "packed": PACKED}
+REFERENCES = {"padded": PADDED, "packed": PACKED, "lora": [*PADDED, *LORA]}
 """By one process."""
 RUNS: dict[str, dict[str, Any]] = {
     "sp2, padded": {"flags": ["--sp_size", "2", *PADDED], "like": "padded"},
@@ -89,7 +89,24 @@ RUNS: dict[str, dict[str, Any]] = {
         "like": "padded",
     },
     "LoRA with dropout": {"flags": ["--sp_size", "2", *PADDED, *LORA]},
+    "tp2, packed": {"flags": ["--tp_size", "2", *PACKED], "like": "packed"},
+    "tp2, tokens too": {"flags": ["--tp_size", "2", "--tp_sequence", *PADDED], "like": "padded"},
+    "tp2, LoRA with dropout": {"flags": ["--tp_size", "2", *PADDED, *LORA], "like": "lora"},
+    "tp2, saved": {"flags": ["--tp_size", "2", *PADDED, "--max_steps", "2", "--output_dir", "tp2 saved"]},
+    "tp2, resumed": {
+        "copy": ["tp2 saved", "tp2 resumed"],
+        "flags": ["--tp_size", "2", *PADDED, "--resume", "--output_dir", "tp2 resumed"],
+        "like": "padded",
+    },
 }
+AFTERWARDS = {
+    "sp2 from tp2": {
+        "copy": ["tp2 saved", "sp2 from tp2"],
+        "flags": ["--sp_size", "2", *PADDED, "--resume", "--output_dir", "sp2 from tp2"],
+        "line": "resume: sp2 from tp2 was started with tp_size: 2 there, 1 here; resume with the settings it has",
+    }
+}
+"""A mistake that needs a run before it."""
 
 
 @pytest.fixture
@@ -109,7 +126,7 @@ def spoil(model: Path, folder: Path, **changes: Any) -> Path:
 
 def make_mistakes(inputs: Any, folder: Path) -> dict[str, dict[str, Any]]:
     """Each with its flags and the whole line."""
-    from transformers import Qwen3NextConfig
+    from transformers import GPT2Config, Qwen3NextConfig
 
     def model(name: str, **changes: Any) -> list[str]:
         return ["--model_name_or_path", str(spoil(inputs.model, folder / name, **changes))]
@@ -124,6 +141,8 @@ def make_mistakes(inputs: Any, folder: Path) -> dict[str, dict[str, Any]]:
     }
     state_space = spoil(inputs.model, folder / "state space")
     Qwen3NextConfig(vocab_size=896).save_pretrained(state_space)
+    without_plan = spoil(inputs.model, folder / "without plan")
+    GPT2Config(vocab_size=896, n_embd=32, n_head=2, n_layer=2).save_pretrained(without_plan)
     return {
         "more than the world": {
             "flags": ["--sp_size", "3"],
@@ -155,6 +174,33 @@ def make_mistakes(inputs: Any, folder: Path) -> dict[str, dict[str, Any]]:
             "line": r"max_length: dataset has a sample of \d+ tokens, but the model's longrope computes those above 16 "
             "in another way, which none of the 2 ranks that share it can tell from its slice; set max_length to 16 or "
             "less, or leave out sp_size and cp_size",
+        },
+        "heads that don't divide": {
+            "flags": ["--tp_size", "2", *model("three heads", num_attention_heads=3, num_key_value_heads=3)],
+            "line": "tp_size: 2 doesn't divide the model's 3 attention heads; it can be 1 or 3",
+        },
+        "a width that doesn't divide": {
+            "flags": ["--tp_size", "2", *model("odd", intermediate_size=511)],
+            "line": r"tp_size: 2 doesn't divide the model's intermediate size \(layers.0.mlp.gate_proj\) of 511; it "
+            "can be 1",
+        },
+        "attention dropout of heads": {
+            "flags": ["--tp_size", "2", *model("drawn heads", attention_dropout=0.1)],
+            "line": "tp_size: 2 with the model's attention dropout of 0.1, .*; set it to 0 in the model's config.json, "
+            "or use sp_size",
+        },
+        "no plan": {
+            "flags": ["--tp_size", "2", "--model_name_or_path", str(without_plan)],
+            "line": "tp_size: Transformers has no tensor-parallel plan for the layers of gpt2; leave tp_size at 1",
+        },
+        "tokens of nobody": {
+            "flags": ["--tp_sequence"],
+            "line": "tp_sequence: true with tp_size 1, so that no ranks share tokens; set tp_size",
+        },
+        "an optimizer of whole matrices": {
+            "flags": ["--tp_size", "2", "--optim", "adafactor"],
+            "line": "optim: adafactor looks at whole matrices or blocks of them, which tp_size 2 cuts; use "
+            "adamw_torch, or leave tp_size at 1",
         },
     }
 
@@ -220,7 +266,8 @@ def test_runs_on_two_ranks(
     mistakes = make_mistakes(inputs, tmp_path / "mistakes")
     for name, case in mistakes.items():
         case["flags"] += ["--output_dir", f"refused/{name}"]
-    outcomes = launch_runs(TWO_PROCESSES, {**mistakes, **RUNS})
+    outcomes = launch_runs(TWO_PROCESSES, {**mistakes, **RUNS, **AFTERWARDS})
+    mistakes |= AFTERWARDS
 
     for name, case in mistakes.items():
         ranks = outcomes[name]
@@ -240,8 +287,9 @@ def test_runs_on_two_ranks(
         assert len(found) == len(expected) == 6
         for row, right in zip(found, expected, strict=True):
             assert row == pytest.approx(right, rel=1e-5), name
-        weights = load_file(folder / "model.safetensors")
-        for key, right in load_file(tmp_path / case["like"] / "model.safetensors").items():
+        (weights_file,) = (path.name for path in folder.glob("*model.safetensors"))
+        weights = load_file(folder / weights_file)
+        for key, right in load_file(tmp_path / case["like"] / weights_file).items():
             assert float((weights[key] - right).abs().max()) <= 1e-5 * float(right.abs().max()), (name, key)
 
     resumed = outcomes["sp2, resumed"][0]["printed"]
