@@ -1,4 +1,4 @@
-"""`--sp_size`, `--cp_size`, `--tp_size` from the command line: one process's numbers, resuming, mistakes, a dead rank."""
+"""`--sp_size`, `--cp_size`, `--tp_size` in a command: one process's numbers, resuming, mistakes, a dead rank."""
 
 import json
 import os
