@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from hfpar.errors import ConfigError
 from hfpar.parallel import sequence
 from hfpar.parallel.layout import Layout
 from hfpar.train.probe import check_family
@@ -24,6 +25,11 @@ def parallelize(model: nn.Module, layout: Layout, *, check: bool = True) -> sequ
     Raises:
         ConfigError: a model that can't be computed right in this layout, or that has been patched already.
     """
+    if layout.tp_size > 1:
+        raise ConfigError(
+            f"tp_size: {layout.tp_size} in a loop of one's own isn't supported yet; use sft/train.py, or sp_size and "
+            "cp_size"
+        )
     patch = sequence.apply(model, layout)
     if check:
         causal_lm = sequence.unwrap_peft(model)

@@ -30,7 +30,9 @@ def save(
 ) -> None:
     """Write trainable weights, optimizer and loss scale: one file from rank 0, or each rank its shards."""
     folder = _of_tp_rank(folder, layout)
-    options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True, ignore_frozen_params=True)
+    # torch brings whole states to the CPU of the world's first rank alone, and each batch group has one to write.
+    to_cpu = sharded or layout.tp_size == 1
+    options = StateDictOptions(full_state_dict=not sharded, cpu_offload=to_cpu, ignore_frozen_params=True)
     weights, optimizer_state = get_state_dict(module, optimizer, options=options)
     state: dict[str, Any] = {"module": weights, "optimizer": optimizer_state}
     if sharded:

@@ -256,6 +256,7 @@ class _Exchange:
         (cut,) = {cut_of(layer, "weight") for layer in layers_at(embedding)}
         assert cut is not None
         if self.layout.tp_sequence:
+            planning.decoder_of(causal_lm).register_forward_pre_hook(_needs_positions, with_kwargs=True)
             embedding.register_forward_pre_hook(self._count_tokens)
         shard_embedding(embedding, layers_at(embedding), cut, self.layout, leave=self._leave_tensor)
         head = causal_lm.get_output_embeddings()
@@ -332,6 +333,12 @@ class _Exchange:
                     changes[name] = partial(enter, group=self.layout.copies_group(cut.copies))
             if changes:
                 _change_weights(module, changes)
+
+
+def _needs_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A model that counts positions itself would count a rank's share of the tokens."""
+    if kwargs.get("position_ids") is None:
+        raise ConfigError("tp_sequence: true takes position_ids with each call")
 
 
 def _added_once(bias: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:

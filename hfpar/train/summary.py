@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hfpar.accelerator import Launch
 from hfpar.config.schema import SFTConfig
@@ -12,6 +13,7 @@ from hfpar.data.loader import StepLoader
 from hfpar.data.store import DataReport
 from hfpar.data.streaming import StreamLoader
 from hfpar.engine.base import Engine
+from hfpar.models.cuts import Cut, cuts_of
 from hfpar.parallel.layout import Layout
 from hfpar.parallel.sequence import unwrap_peft
 from hfpar.train.checkpoint import TrainerState
@@ -34,8 +36,10 @@ def show(
 ) -> None:
     """Print the run in a table on rank 0. All ranks together."""
     memory = peak_memory_bytes(engine.device)
+    cuts = cuts_of(engine.module)
     parameters = [
-        (getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in engine.module.parameters()
+        (_whole_size(parameter, cuts.get(name)), parameter.requires_grad)
+        for name, parameter in engine.module.named_parameters()
     ]
     num_all = sum(count for count, _ in parameters)
     num_trained = sum(count for count, trained in parameters if trained)
@@ -63,6 +67,12 @@ def show(
     ]
     if layout.rank == 0:
         print_summary(rows, "hfpar fine-tuning")
+
+
+def _whole_size(parameter: nn.Parameter, cut: Cut | None) -> int:
+    """Numbers in a weight of which engines and tp ranks have parts."""
+    size: int = getattr(parameter, "ds_numel", None) or parameter.numel()
+    return size if cut is None else size // cut.local_size * cut.size
 
 
 def _sharing_rows(layout: Layout) -> list[tuple[str, str]]:

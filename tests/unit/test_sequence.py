@@ -425,6 +425,11 @@ def test_what_the_package_offers() -> None:
     assert Path(hfpar.__file__).name == "__init__.py"
 
 
+def test_layers_that_ranks_share_are_refused_in_loops_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match="tp_size: 2 in a loop of one's own isn't supported yet; use sft/train.py"):
+        hfpar.parallelize(torch.nn.Linear(2, 2), Layout(rank=0, world_size=2, tp_size=2))
+
+
 def test_a_router_loss_is_refused_by_name() -> None:
     config = transformers.Qwen3MoeConfig(
         **SIZES, num_experts=2, moe_intermediate_size=8, output_router_logits=True
