@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a document")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)  # here, because the allocator reads it as a process starts
     from hfpar.models.tiny import build_tiny_model
 
     rows = []
@@ -123,7 +125,6 @@ def main() -> None:
                 (model, sizes, args.tokens, args.length),
                 folder=Path(folder),
                 timeout=1200,
-                environment=ENVIRONMENT,
                 on_message=sent.__setitem__,
             )
             peak = max(row["peak_bytes"] for row in sent.values())

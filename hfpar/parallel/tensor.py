@@ -44,6 +44,7 @@ from hfpar.parallel.sequence import unwrap_peft
 from hfpar.parallel.vocabulary import shard_embedding, shard_head
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_DROPOUT_ENDINGS = ("dropout", "dropout_prob", "_pdrop")
 _LARGEST = 64
 """Sizes up to this one are tried when saying what would work."""
 
@@ -93,20 +94,17 @@ def check_sizes(causal_lm: Any, layout: Layout) -> None:
 
 
 def _check_tokens_can_be_shared(causal_lm: Any, plan: Plan) -> None:
-    roots = [*(region.module for region in plan.regions), causal_lm.get_output_embeddings()]
-    inside = {id(module) for root in roots for module in root.modules()}
-    drawing = next(
-        (m for m in causal_lm.modules() if isinstance(m, nn.Dropout) and m.p and id(m) not in inside), None
-    )
-    if drawing is not None:
-        raise ConfigError(
-            f"tp_sequence: true with the model's dropout of {drawing.p}, whose draws would be the same for tokens of "
-            "different ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
-        )
+    config = causal_lm.config.get_text_config()
+    for name, value in config.to_dict().items():
+        if name.endswith(_DROPOUT_ENDINGS) and not name.startswith("classifier") and value:
+            raise ConfigError(
+                f"tp_sequence: true with the model's {name} of {value}, whose draws would be the same for tokens of "
+                "different ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
+            )
     if not plan.attentions:
         raise ConfigError(
-            f"tp_sequence: true, but {causal_lm.config.get_text_config().model_type} has no plan for its attention, "
-            "which would see a rank's tokens alone; leave tp_sequence out"
+            f"tp_sequence: true, but {config.model_type} has no plan for its attention, which would see a rank's "
+            "tokens alone; leave tp_sequence out"
         )
 
 
