@@ -158,7 +158,12 @@ EVERYDAY = {
         "DeepSeek-V2 Lite",
         "DeepseekV2Config",
         "latent attention without a query latent; experts",
-        {"q_lora_rank": None, "first_k_dense_replace": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+        {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+        },
     ),
 }
 """The families that most people train; every test goes through them."""

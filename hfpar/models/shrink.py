@@ -36,6 +36,8 @@ _SOFTCAP = 2.0
 
 _NUM_EXPERTS = 4
 _MAX_QUERY_GROUP = 8
+_EXPERT_MULTIPLE = 8
+"""Of a rank's part of an expert, as kernels for grouped matrices want it."""
 _LEARNED_POSITIONS = 256
 
 # The names under which families keep the same size.
@@ -157,7 +159,7 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_size: int) -> in
             values[name] = _multiple(2 * new_hidden, tp_size)
     for name in (*_EXPERT_SIZE, *_SIDE_SIZES):
         if values.get(name):
-            values[name] = _multiple(new_hidden // 2, tp_size)
+            values[name] = _multiple(new_hidden // 2, tp_size * _EXPERT_MULTIPLE if tp_size > 1 else 1)
     return new_head_dim
 
 

@@ -172,6 +172,7 @@ class Patch:
     """A line each; none where no rank shares a stream and the attention was hfpar's before."""
     _handles: list[RemovableHandle] = field(default_factory=list, repr=False)
     _restore: list[tuple[Any, str]] = field(default_factory=list, repr=False)
+    _copied_configs: list[tuple[Any, str]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Put everything back."""
@@ -180,8 +181,11 @@ class Patch:
         for model, attn_implementation in self._restore:
             model.set_attn_implementation(attn_implementation)
             del model._hfpar_sequence
+        for config, attn_implementation in self._copied_configs:
+            config._attn_implementation = attn_implementation
         self._handles.clear()
         self._restore.clear()
+        self._copied_configs.clear()
         self.changes.clear()
 
 
@@ -218,7 +222,7 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
                 f"{adapter.peft_type.value} adds tokens that belong to no document; hfpar can't train it: use LoRA"
             )
     check_sequence(causal_lm.config, layout)
-    changes, handles = [], []
+    changes, handles, copied = [], [], []
     before = causal_lm.config._attn_implementation
     if not interface.is_own(before):
         # Also for a rank that shares with nobody: it is given packed documents, too.
@@ -234,6 +238,9 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
         changes.append(
             f"{name}: attention implementation {before} -> {causal_lm.config._attn_implementation}"
         )
+        copied = _copied_configs(causal_lm, before)
+        for config in copied:
+            config._attn_implementation = causal_lm.config._attn_implementation
     causal_lm._hfpar_sequence = True
     if layout.sequence_size > 1:
         text_config = causal_lm.config.get_text_config()
@@ -246,7 +253,14 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
             f"{type(model).__name__}: hooks that check that all {watch.num_layers} layers attend over "
             f"cp {layout.cp_size} x sp {layout.sp_size} ranks"
         )
-    return Patch(changes, handles, [(causal_lm, before)])
+    return Patch(changes, handles, [(causal_lm, before)], [(config, before) for config in copied])
+
+
+def _copied_configs(causal_lm: nn.Module, attn_implementation: str) -> list[Any]:
+    """Configs of modules of which an adapter keeps a trained copy: these don't hear of a change."""
+    configs = (getattr(module, "config", None) for module in causal_lm.modules())
+    distinct = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
+    return [config for config in distinct.values() if config._attn_implementation == attn_implementation]
 
 
 def unwrap_peft(model: nn.Module) -> Any:

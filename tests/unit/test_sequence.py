@@ -426,8 +426,26 @@ def test_what_the_package_offers() -> None:
 
 
 def test_layers_that_ranks_share_are_refused_in_loops_of_ones_own() -> None:
-    with pytest.raises(ConfigError, match="tp_size: 2 in a loop of one's own isn't supported yet; use sft/train.py"):
+    with pytest.raises(
+        ConfigError, match="tp_size: 2 in a loop of one's own isn't supported yet; use sft/train.py"
+    ):
         hfpar.parallelize(torch.nn.Linear(2, 2), Layout(rank=0, world_size=2, tp_size=2))
+
+
+def test_an_adapters_copy_of_an_attention_layer_is_patched_too() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model = get_peft_model(model, LoraConfig(target_modules=["up_proj"], modules_to_save=["self_attn"]))
+
+    def implementations() -> set[str]:
+        return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+    assert implementations() == {"sdpa"}
+    patch = sequence.apply(model, ALONE)
+    assert implementations() == {"hfpar"}
+    patch.undo()
+    assert implementations() == {"sdpa"}
 
 
 def test_a_router_loss_is_refused_by_name() -> None:
