@@ -51,8 +51,8 @@ _ATTENTION_INPUTS = frozenset(
 )
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
-_EXPERT_MULTIPLE = 8
-"""Kernels for grouped matrices want rows of whole 16 bytes: 8 numbers in bf16."""
+_EXPERT_BYTES = 16
+"""Kernels for grouped matrices want rows of a multiple of these."""
 _FUSED_QKV, _FUSED_GATE = "qkv_proj", "gate_up_proj"
 
 
@@ -190,8 +190,9 @@ class _Planner:
             width = size // 2 if is_gate else size
             what = f"expert size ({name}.{leaf})"
             self._divide(width, what)
-            if width % _EXPERT_MULTIPLE == 0 and width // self.tp_size % _EXPERT_MULTIPLE:
-                raise SizeError(f"{what} of {width} into multiples of {_EXPERT_MULTIPLE}")
+            multiple = _EXPERT_BYTES // parameter.element_size()
+            if width % multiple == 0 and width // self.tp_size % multiple:
+                raise SizeError(f"{what} of {width} into multiples of {multiple}")
             self.result.cuts.append((module, leaf, cut_evenly(dim, size, self.tp_size, sections)))
         for leaf in module._parameters:
             if leaf not in styles and leaf.endswith("bias"):

@@ -258,7 +258,7 @@ def apply(model: nn.Module, layout: Layout) -> Patch:
 
 def _copied_configs(causal_lm: nn.Module, attn_implementation: str) -> list[Any]:
     """Configs of modules of which an adapter keeps a trained copy: these don't hear of a change."""
-    configs = (getattr(module, "config", None) for module in causal_lm.modules())
+    configs: list[Any] = [getattr(module, "config", None) for module in causal_lm.modules()]
     distinct = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
     return [config for config in distinct.values() if config._attn_implementation == attn_implementation]
 

@@ -458,7 +458,7 @@ def test_attention_dropout(tp_size: int) -> None:
 def test_dropout_where_tokens_are_sharded() -> None:
     config = config_of("gpt_neox", num_key_value_heads=4, hidden_dropout=0.2)
     assert refusal_of(config, layout_of(2, tp_sequence=True)) == (
-        "tp_sequence: true with the model's dropout of 0.2, whose draws would be the same for tokens of different "
+        "tp_sequence: true with the model's hidden_dropout of 0.2, whose draws would be the same for tokens of different "
         "ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
     )
     tensor.check_tensor(config, layout_of(2))
