@@ -19,7 +19,7 @@ from hfpar.parallel.plan import Heads, Plan, plan_model
 BASE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
-    "intermediate_size": 24,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -37,7 +37,7 @@ LATENT = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 8,
     "n_routed_experts": 3,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 16,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "n_group": 1,
@@ -56,12 +56,12 @@ ATTENTION_BIAS: Shapes = {
     "self_attn.v_proj.bias": (8,),
 }
 FEED_FORWARD: Shapes = {
-    "mlp.gate_proj.weight": (12, 32),
-    "mlp.up_proj.weight": (12, 32),
-    "mlp.down_proj.weight": (32, 12),
+    "mlp.gate_proj.weight": (24, 32),
+    "mlp.up_proj.weight": (24, 32),
+    "mlp.down_proj.weight": (32, 24),
 }
-FUSED_FEED_FORWARD: Shapes = {"mlp.gate_up_proj.weight": (24, 32), "mlp.down_proj.weight": (32, 12)}
-EXPERTS: Shapes = {"mlp.experts.gate_up_proj": (3, 24, 32), "mlp.experts.down_proj": (3, 32, 12)}
+FUSED_FEED_FORWARD: Shapes = {"mlp.gate_up_proj.weight": (48, 32), "mlp.down_proj.weight": (32, 24)}
+EXPERTS: Shapes = {"mlp.experts.gate_up_proj": (3, 48, 32), "mlp.experts.down_proj": (3, 32, 24)}
 DENSE = ("self_attn", "mlp")
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], Shapes, tuple[str, ...]]] = {
@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Shapes, tuple[str, ...]]] = {
     "llama with biases": (
         "llama",
         {"attention_bias": True, "mlp_bias": True},
-        ATTENTION | ATTENTION_BIAS | FEED_FORWARD | {"mlp.gate_proj.bias": (12,), "mlp.up_proj.bias": (12,)},
+        ATTENTION | ATTENTION_BIAS | FEED_FORWARD | {"mlp.gate_proj.bias": (24,), "mlp.up_proj.bias": (24,)},
         DENSE,
     ),
     "qwen3": ("qwen3", {"head_dim": 8}, ATTENTION | FEED_FORWARD, DENSE),
@@ -95,9 +95,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Shapes, tuple[str, ...]]] = {
             "attention.query_key_value.weight": (48, 32),
             "attention.query_key_value.bias": (48,),
             "attention.dense.weight": (32, 16),
-            "mlp.dense_h_to_4h.weight": (12, 32),
-            "mlp.dense_h_to_4h.bias": (12,),
-            "mlp.dense_4h_to_h.weight": (32, 12),
+            "mlp.dense_h_to_4h.weight": (24, 32),
+            "mlp.dense_h_to_4h.bias": (24,),
+            "mlp.dense_4h_to_h.weight": (32, 24),
         },
         ("attention", "mlp"),
     ),
@@ -109,11 +109,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Shapes, tuple[str, ...]]] = {
             "self_attn.q_b_proj.weight": (20, 12),
             "self_attn.kv_b_proj.weight": (28, 8),
             "self_attn.o_proj.weight": (32, 16),
-            "mlp.experts.gate_up_proj": (3, 12, 32),
-            "mlp.experts.down_proj": (3, 32, 6),
-            "mlp.shared_experts.gate_proj.weight": (12, 32),
-            "mlp.shared_experts.up_proj.weight": (12, 32),
-            "mlp.shared_experts.down_proj.weight": (32, 12),
+            "mlp.experts.gate_up_proj": (3, 16, 32),
+            "mlp.experts.down_proj": (3, 32, 8),
+            "mlp.shared_experts.gate_proj.weight": (16, 32),
+            "mlp.shared_experts.up_proj.weight": (16, 32),
+            "mlp.shared_experts.down_proj.weight": (32, 16),
         },
         ("self_attn", "mlp.experts", "mlp.shared_experts"),
     ),
@@ -124,9 +124,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Shapes, tuple[str, ...]]] = {
         | ATTENTION_BIAS
         | {
             "self_attn.sinks": (2,),
-            "mlp.experts.gate_up_proj": (3, 32, 24),
-            "mlp.experts.gate_up_proj_bias": (3, 24),
-            "mlp.experts.down_proj": (3, 12, 32),
+            "mlp.experts.gate_up_proj": (3, 32, 48),
+            "mlp.experts.gate_up_proj_bias": (3, 48),
+            "mlp.experts.down_proj": (3, 24, 32),
         },
         ("self_attn", "mlp.experts"),
     ),
@@ -225,13 +225,13 @@ def test_fused_matrices_are_cut_section_by_section() -> None:
     qkv = cuts["model.layers.0.self_attn.qkv_proj.weight"]  # 32 rows of q, 16 of k, 16 of v
     assert qkv.ranges == (((0, 16), (32, 40), (48, 56)), ((16, 32), (40, 48), (56, 64)))
     gate_up = cuts["model.layers.0.mlp.gate_up_proj.weight"]
-    assert gate_up.ranges == (((0, 12), (24, 36)), ((12, 24), (36, 48)))
+    assert gate_up.ranges == (((0, 24), (48, 72)), ((24, 48), (72, 96)))
     model = model_of("gpt_neox")  # q, k and v of a head stand together
     cuts = {name_of(model, owner, leaf): cut for owner, leaf, cut in plan_model(model, 2).cuts}
     assert cuts["gpt_neox.layers.0.attention.query_key_value.bias"].ranges == (((0, 48),), ((48, 96),))
     model = model_of("gpt_oss")  # a gate stands beside each up
     cuts = {name_of(model, owner, leaf): cut for owner, leaf, cut in plan_model(model, 4).cuts}
-    assert cuts["model.layers.0.mlp.experts.gate_up_proj"].ranges[1] == ((12, 24),)
+    assert cuts["model.layers.0.mlp.experts.gate_up_proj"].ranges[1] == ((24, 48),)
 
 
 def test_norms_over_all_heads() -> None:
@@ -281,8 +281,8 @@ def test_half_of_each_adapter_is_cut() -> None:
         name: shape for name, shape in shapes.items() if "lora_" in name and not name.startswith("base")
     }
     columns = {"self_attn.q_proj": 16, "self_attn.k_proj": 8, "self_attn.v_proj": 8}
-    columns |= {"mlp.gate_proj": 12, "mlp.up_proj": 12}
-    rows = {"self_attn.o_proj": 16, "mlp.down_proj": 12}
+    columns |= {"mlp.gate_proj": 24, "mlp.up_proj": 24}
+    rows = {"self_attn.o_proj": 16, "mlp.down_proj": 24}
     assert adapters == (
         {f"{name}.lora_B.default.weight": (size, 4) for name, size in columns.items()}
         | {f"{name}.lora_B.default.bias": (size,) for name, size in columns.items()}
@@ -299,7 +299,7 @@ def test_half_of_each_adapter_is_cut() -> None:
     dropouts = {name_of(model, dropout): cut.size for dropout, cut in plan.dropouts}
     assert {name.removeprefix(start): size for name, size in dropouts.items() if name.startswith(start)} == {
         "self_attn.o_proj.lora_dropout.default": 32,
-        "mlp.down_proj.lora_dropout.default": 24,
+        "mlp.down_proj.lora_dropout.default": 48,
     }
 
 
@@ -440,7 +440,7 @@ def test_plans_that_are_not_regions() -> None:
     nested = {"layers.*.mlp.down_proj": "rowwise", "layers.*.mlp.act_fn.up": "rowwise"}
     model = skeleton(with_plan(nested))
     for layer in model.model.layers:
-        layer.mlp.act_fn = nn.ModuleDict({"up": nn.Linear(24, 24, device="meta")})
+        layer.mlp.act_fn = nn.ModuleDict({"up": nn.Linear(48, 48, device="meta")})
     with pytest.raises(ConfigError, match=r"plans layers\.0\.mlp\.act_fn within layers\.0\.mlp, which"):
         plan_model(model, 2)
 
@@ -458,8 +458,8 @@ def test_attention_dropout(tp_size: int) -> None:
 def test_dropout_where_tokens_are_sharded() -> None:
     config = config_of("gpt_neox", num_key_value_heads=4, hidden_dropout=0.2)
     assert refusal_of(config, layout_of(2, tp_sequence=True)) == (
-        "tp_sequence: true with the model's hidden_dropout of 0.2, whose draws would be the same for tokens of different "
-        "ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
+        "tp_sequence: true with the model's hidden_dropout of 0.2, whose draws would be the same for tokens of "
+        "different ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
     )
     tensor.check_tensor(config, layout_of(2))
 
