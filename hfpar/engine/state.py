@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hfpar.errors import ConfigError
@@ -30,11 +31,17 @@ def save(
 ) -> None:
     """Write trainable weights, optimizer and loss scale: one file from rank 0, or each rank its shards."""
     folder = _of_tp_rank(folder, layout)
-    # torch brings whole states to the CPU of the world's first rank alone, and each batch group has one to write.
-    to_cpu = sharded or layout.tp_size == 1
-    options = StateDictOptions(full_state_dict=not sharded, cpu_offload=to_cpu, ignore_frozen_params=True)
+    # torch gathers whole states for the world's first rank alone, and with tp each batch group has one to write.
+    is_gathered_here = not sharded and layout.tp_size > 1
+    options = StateDictOptions(
+        full_state_dict=not sharded and not is_gathered_here,
+        cpu_offload=not is_gathered_here,
+        ignore_frozen_params=True,
+    )
     weights, optimizer_state = get_state_dict(module, optimizer, options=options)
     state: dict[str, Any] = {"module": weights, "optimizer": optimizer_state}
+    if is_gathered_here:
+        state = _whole_on_cpu(state, keep=dist.get_rank(layout.batch_group) == 0)
     if sharded:
         state["scaler"] = scaler.state_dict()
         dcp.save(state, checkpoint_id=str(folder / _SHARDED), process_group=layout.batch_group)
@@ -42,6 +49,18 @@ def save(
         folder.mkdir(exist_ok=True)
         state["scaler"] = scaler.state_dict()
         torch.save(state, folder / _WHOLE)
+
+
+def _whole_on_cpu(state: Any, *, keep: bool) -> Any:
+    """Each DTensor put together, one at a time, and kept where it is wanted. The ranks that share them together."""
+    if isinstance(state, dict):
+        return {name: _whole_on_cpu(value, keep=keep) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_whole_on_cpu(value, keep=keep) for value in state]
+    if isinstance(state, DTensor):
+        whole: Tensor = state.full_tensor()  # type: ignore[attr-defined]
+        return whole.cpu() if keep else None
+    return state.cpu() if isinstance(state, Tensor) else state
 
 
 def _of_tp_rank(folder: Path, layout: Layout) -> Path:

@@ -8,7 +8,8 @@ rotary scaling, and each kind of layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -65,7 +66,9 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id")
 
 
-def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1, tp_size: int = 1) -> PretrainedConfig:
+def shrink_config(
+    config: PretrainedConfig, *, fewest_heads: int = 1, tp_sizes: Sequence[int] = ()
+) -> PretrainedConfig:
     """Copy a causal language model's config with 2 layers or as few as show every kind, narrow, few words.
 
     The copy is for a deterministic fp32 comparison: dropout and quantisation are left out.
@@ -73,7 +76,7 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1, tp_size: i
     Args:
         config: the user's; not changed.
         fewest_heads: query heads to keep at least, if the model has them.
-        tp_size: ranks that are to share heads and feed-forward evenly, if they can share the model's own.
+        tp_sizes: numbers of ranks that are each to share the copy evenly, if they can share the model's own heads.
 
     Raises:
         ConfigError: a model of more than text.
@@ -83,7 +86,7 @@ def shrink_config(config: PretrainedConfig, *, fewest_heads: int = 1, tp_size: i
         raise ConfigError(
             f"model_name_or_path: {config.model_type} is more than a text model; give the folder of a text-only one"
         )
-    head_dim = _shrink_heads(values, fewest_heads, tp_size)
+    head_dim = _shrink_heads(values, fewest_heads, tp_sizes)
     _shrink_latent_attention(values)
     _shrink_state_space(values)
     _shrink_rotary(values, head_dim)
@@ -115,7 +118,7 @@ def _without(values: dict[str, Any], names: str) -> ConfigError:
     )
 
 
-def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_size: int) -> int:
+def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_sizes: Sequence[int]) -> int:
     """Heads, width and feed-forward; returns the head dimension."""
     hidden_name, heads_name = _first(values, _HIDDEN_SIZE), _first(values, _QUERY_HEADS)
     if hidden_name is None or heads_name is None:
@@ -126,10 +129,13 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_size: int) -> in
     group = min(max(heads // kv_heads, 1), _MAX_QUERY_GROUP)
     few = 3 if kv_heads % 2 else 2  # an odd number stays one: ranks then share them unevenly
     new_kv_heads = max(4 if group == 1 else min(kv_heads, few), min(-(-fewest_heads // group), kv_heads))
+    tp_sizes = [size for size in tp_sizes if _can_share(heads, kv_heads, size)]
+    if any(group * kv_heads % size for size in tp_sizes):
+        group = heads // kv_heads
     fits = (
         count
         for count in range(new_kv_heads, kv_heads + 1)
-        if count * group % tp_size == 0 and (count % tp_size == 0 or tp_size % count == 0)
+        if all(_can_share(count * group, count, size) for size in tp_sizes)
     )
     new_kv_heads = next(fits, new_kv_heads)
     new_heads = new_kv_heads * group
@@ -156,11 +162,17 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_size: int) -> in
             layer["head_dim"] = layer["head_dim"] * new_head_dim // head_dim
     for name in _INTERMEDIATE_SIZE:
         if values.get(name) is not None:
-            values[name] = _multiple(2 * new_hidden, tp_size)
+            values[name] = _multiple(2 * new_hidden, math.lcm(*tp_sizes))
     for name in (*_EXPERT_SIZE, *_SIDE_SIZES):
         if values.get(name):
-            values[name] = _multiple(new_hidden // 2, tp_size * _EXPERT_MULTIPLE if tp_size > 1 else 1)
+            ranks = math.lcm(*tp_sizes)
+            values[name] = _multiple(new_hidden // 2, ranks * _EXPERT_MULTIPLE if ranks > 1 else 1)
     return new_head_dim
+
+
+def _can_share(heads: int, kv_heads: int, tp_size: int) -> bool:
+    """Whether tensor parallelism can deal out whole heads."""
+    return heads % tp_size == 0 and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
 
 
 def _multiple(size: int, divisor: int) -> int:

@@ -141,8 +141,9 @@ class SafetensorsSource:
             can_stack = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
             self.sections.pop(name, None)
             if can_stack and len(kinds) == len(converter.operations):
-                patterns = [pattern for pattern in converter.source_patterns if pattern in by_source]
-                self.sections[name] = [by_source[pattern] for pattern in patterns]
+                sections = [by_source.get(pattern, []) for pattern in converter.source_patterns]
+                _check_experts(name, sections, self.folder)
+                self.sections[name] = sections
                 self.stacked.add(name)
 
     def _open(self, file: str) -> Any:
@@ -169,11 +170,28 @@ class SafetensorsSource:
                 [files[self.where[stored]].get_slice(stored) for stored in section] for section in sections
             ]
             whole = _Stack(slices) if name in self.stacked else slices[0][0]
+            if isinstance(whole, _Stack) and not whole.equal:
+                raise ConfigError(
+                    f"model_name_or_path: {self.folder} holds matrices of different shapes for the experts of {name}"
+                )
             _check_shape(name, whole.get_shape(), part, self.folder)
             if not part.like.dim():
                 tensor: Tensor = files[self.where[sections[0][0]]].get_tensor(sections[0][0])
                 return tensor
             return part.of(whole)
+
+
+def _check_experts(name: str, sections: list[list[str]], folder: Path) -> None:
+    """Every section has each expert, from the first on: matrices are put together by their order."""
+    for section in sections:
+        numbers = zip(*(re.findall(r"\d+", stored) for stored in section), strict=True)
+        differing = [[int(number) for number in of_all] for of_all in numbers if len(set(of_all)) > 1]
+        in_order = not differing or differing == [list(range(len(section)))]
+        if len(section) != len(sections[0]) or not section or not in_order:
+            raise ConfigError(
+                f"model_name_or_path: {folder} doesn't hold each expert's matrices of {name}; its weights and its "
+                "config.json don't belong together"
+            )
 
 
 class _Stack:
@@ -183,6 +201,11 @@ class _Stack:
         """Keep slices of files, [section][expert]."""
         self.sections = sections
         self.shapes = [section[0].get_shape() for section in sections]
+        self.equal = all(
+            matrix.get_shape() == shape
+            for section, shape in zip(sections, self.shapes, strict=True)
+            for matrix in section
+        )
 
     def get_shape(self) -> list[int]:
         """Of the whole."""

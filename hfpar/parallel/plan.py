@@ -15,6 +15,7 @@ from torch import nn
 
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut, cut_evenly, cut_heads, cut_vocabulary, join_cuts
+from hfpar.models.stored import checkpoint_key
 
 _COLUMN = frozenset(("colwise", "colwise_gather_output"))
 _ROW = frozenset(("rowwise", "rowwise_split_input"))
@@ -153,6 +154,9 @@ class _Planner:
         for name, style in _matches(decoder, base_plan(self.config)):
             owner, _, leaf = name.rpartition(".")
             by_owner.setdefault(owner, {})[leaf] = style
+        if not by_owner:
+            raise self._refusal("has a plan that names none of its layers")
+        _refuse_copies(decoder, base_plan(self.config))
         for owner, styles in by_owner.items():
             module = decoder.get_submodule(owner)
             if any(leaf in module._parameters and style in _ROW | _PACKED for leaf, style in styles.items()):
@@ -210,11 +214,11 @@ class _Planner:
                 continue
             if leaf in module._parameters:  # one value or row for each head
                 size = _parameter(module, leaf).shape[0]
-                self.result.cuts.append((module, leaf, self._column_cut(name, leaf, size, heads, 0)))
+                self.result.cuts.append((module, leaf, self._column_cut(name, leaf, size, heads)))
                 continue
             for layer in layers_at(module.get_submodule(leaf)):
                 size = _weight_size(layer, 0)
-                cut = self._column_cut(name, leaf, size, heads, 0)
+                cut = self._column_cut(name, leaf, size, heads)
                 self._cut_linear(layer, cut)
         (row,) = rows
         for layer in layers_at(module.get_submodule(row)):
@@ -242,21 +246,21 @@ class _Planner:
             raise SizeError(f"{kv} key-value heads")
         return Heads(query, kv)
 
-    def _column_cut(self, region: str, leaf: str, size: int, heads: Heads | None, dim: int) -> Cut:
+    def _column_cut(self, region: str, leaf: str, size: int, heads: Heads | None) -> Cut:
         if heads is None:
             sections = 2 if leaf == _FUSED_GATE else 1
             self._divide(size // sections, f"intermediate size ({region}.{leaf})")
-            return cut_evenly(dim, size, self.tp_size, sections)
+            return cut_evenly(0, size, self.tp_size, sections)
         if leaf == _FUSED_QKV and size % (heads.query + 2 * heads.kv) == 0:
             if heads.kv < self.tp_size:
                 raise SizeError(f"{heads.kv} key-value heads in one matrix with the queries")
             width = size // (heads.query + 2 * heads.kv)
             parts = (heads.query, heads.kv, heads.kv)
-            return join_cuts([cut_evenly(dim, count * width, self.tp_size) for count in parts])
+            return join_cuts([cut_evenly(0, count * width, self.tp_size) for count in parts])
         count = heads.kv if leaf in ("k_proj", "v_proj") else heads.query
         if size % count:
             raise self._refusal(f"has {size} rows in {region}.{leaf} for {count} heads")
-        return cut_heads(dim, size, count, self.tp_size)
+        return cut_heads(0, size, count, self.tp_size)
 
     def _norms_of_heads(self, name: str, module: nn.Module, heads: Heads) -> None:
         """Norms of q and k: over each head they are whole on all ranks, over all heads they are a case of their own."""
@@ -270,7 +274,9 @@ class _Planner:
             cut = sizes[base]
             if weight.dim() == 2 and weight.shape[0] == count:
                 own = cut_heads(0, count, count, self.tp_size)
-                self.result.cuts += [(norm, leaf, own) for leaf in norm._parameters if _is_there(norm, leaf)]
+                for layer in layers_at(norm):
+                    leaves = [leaf for leaf in layer._parameters if _is_there(layer, leaf)]
+                    self.result.cuts += [(layer, leaf, own) for leaf in leaves]
             elif weight.shape == (cut.size,) and count > 1:
                 self.result.wide_norms.append((norm, cut))
 
@@ -336,6 +342,20 @@ def _matches(decoder: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, st
             for pattern, style in patterns:
                 if pattern.fullmatch(name):
                     yield name, style
+
+
+def _refuse_copies(decoder: nn.Module, plan: dict[str, str]) -> None:
+    """An adapter's trained copy of more than a single layer hides planned layers from their names."""
+    patterns = [re.compile(re.escape(pattern).replace(r"\*", r"\d+")) for pattern in plan]
+    for prefix, module in decoder.named_modules():
+        for name in (prefix, *(f"{prefix}.{leaf}" for leaf in module._parameters)):
+            plain = checkpoint_key(name)
+            if ".original_module." in name and any(pattern.fullmatch(plain) for pattern in patterns):
+                owner, _, leaf = plain.rpartition(".")
+                raise ConfigError(
+                    f"modules_to_save: hfpar can't cut a copy of {owner}; name the layers in it, such as {leaf}, or "
+                    "leave tp_size at 1"
+                )
 
 
 def layers_at(outer: nn.Module) -> list[nn.Module]:

@@ -113,6 +113,11 @@ _ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
+def attention_dropout(config: Any) -> float:
+    """The rate that a text model's config has, under whichever name."""
+    return next((rate for rate in (getattr(config, name, 0) for name in _DROPOUTS) if rate), 0.0)
+
+
 def check_sequence(config: Any, layout: Layout) -> None:
     """Refuse what sequence parallelism can't compute right.
 
@@ -138,7 +143,7 @@ def check_sequence(config: Any, layout: Layout) -> None:
             f"sp_size: {layout.sp_size} ranks share the model's {num_heads} attention heads, so that some would have "
             f"none; use sp_size {num_heads} or less, and cp_size for more ranks"
         )
-    dropout = next((rate for rate in (getattr(config, name, 0) for name in _DROPOUTS) if rate), 0)
+    dropout = attention_dropout(config)
     if layout.cp_size > 1 and dropout:
         raise ConfigError(
             f"cp_size: {layout.cp_size} with the model's attention dropout of {dropout}; ring attention has no "

@@ -40,11 +40,10 @@ from hfpar.parallel.collectives import (
 )
 from hfpar.parallel.layout import Layout
 from hfpar.parallel.plan import Heads, Plan, Region, SizeError, layers_at, plan_model
-from hfpar.parallel.sequence import unwrap_peft
+from hfpar.parallel.sequence import attention_dropout, unwrap_peft
 from hfpar.parallel.vocabulary import shard_embedding, shard_head
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_DROPOUT_ENDINGS = ("dropout", "dropout_prob", "_pdrop")
+_DROPOUT_ENDINGS = ("dropout", "dropout_prob", "_pdrop", "_jitter_noise")
 _LARGEST = 64
 """Sizes up to this one are tried when saying what would work."""
 
@@ -63,19 +62,33 @@ def check_tensor(config: Any, layout: Layout, *, trust_remote_code: bool = False
     if layout.tp_size == 1:
         return
     planning.base_plan(config)
-    dropout = next((rate for rate in (getattr(config, name, 0) for name in _DROPOUTS) if rate), 0)
+    dropout = attention_dropout(config.get_text_config())
     if dropout:
         raise ConfigError(
             f"tp_size: {layout.tp_size} with the model's attention dropout of {dropout}, whose draws would be the same "
             "for heads of different ranks; set it to 0 in the model's config.json, or use sp_size"
         )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a family's own code, which may ask for numbers that aren't there
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"tp_size: {config.model_type} can't be laid out without its weights ({reason}); leave tp_size at 1"
+        ) from error
     check_sizes(model, layout)
 
 
 def check_sizes(causal_lm: Any, layout: Layout) -> None:
-    """Refuse sizes that don't divide, with those that do."""
+    """Refuse sizes that don't divide, with those that do.
+
+    Args:
+        causal_lm: a Transformers model, with its adapters if it has some; may be on the meta device.
+        layout: the sizes.
+
+    Raises:
+        ConfigError: names the size, and those that work.
+    """
     try:
         plan = plan_model(causal_lm, layout.tp_size)
     except SizeError as error:
@@ -100,6 +113,14 @@ def _check_tokens_can_be_shared(causal_lm: Any, plan: Plan) -> None:
             raise ConfigError(
                 f"tp_sequence: true with the model's {name} of {value}, whose draws would be the same for tokens of "
                 "different ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
+            )
+    roots = [*(region.module for region in plan.regions), causal_lm.get_output_embeddings()]
+    inside = {id(module) for root in roots for module in root.modules()}
+    for name, module in causal_lm.named_modules():
+        if isinstance(module, nn.Dropout) and module.p and id(module) not in inside:
+            raise ConfigError(
+                f"tp_sequence: true with dropout of {module.p} in {name}, whose draws would be the same for tokens of "
+                "different ranks; set lora_dropout to 0, or leave tp_sequence out"
             )
     if not plan.attentions:
         raise ConfigError(

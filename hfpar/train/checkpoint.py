@@ -33,7 +33,7 @@ ANY_TO_ANY = frozenset(("ddp", "fsdp2"))
 FREE_TO_CHANGE = frozenset(
     "output_dir overwrite resume logging_steps eval_steps save_steps save_total_limit report_to run_name "
     "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size "
-    "eval_dataset dataset_num_proc token_cache sp_size cp_size".split()
+    "eval_dataset dataset_num_proc token_cache sp_size cp_size tp_sequence".split()
 )
 """Settings that a resumed run may change. The batch is compared as a whole (`TrainerState.global_batch`)."""
 
@@ -207,10 +207,11 @@ class RunFolder:
 def difference(config_file: Path, config: SFTConfig) -> list[str]:
     """The settings in which a saved config differs, as `name: there, here` lines."""
     saved = {key: entry.value for key, entry in read_mapping(str(config_file)).items()}
-    present = plain_settings(config)
+    present, defaults = plain_settings(config), plain_settings(SFTConfig(tp_size=1))
     lines = []
     for field in fields(SFTConfig):
-        there, here = saved.get(field.name), present[field.name]
+        there = saved.get(field.name, defaults[field.name])  # an older hfpar may not have had the setting
+        here = present[field.name]
         if field.name not in ("overwrite", "resume", "output_dir") and there != here:
             lines.append(f"{field.name}: {there} there, {here} here")
     return lines

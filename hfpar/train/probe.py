@@ -56,7 +56,7 @@ def check_family(
         torch.manual_seed(0)
         try:
             small = shrink_config(
-                config, fewest_heads=layout.sp_size * layout.tp_size, tp_size=layout.tp_size
+                config, fewest_heads=layout.sp_size * layout.tp_size, tp_sizes=[layout.tp_size]
             )
             state_dict, expected = _plain_gradients(small, trust_remote_code)
         except Exception as error:  # a family's own code, on sizes that hfpar chose: anything can come of it

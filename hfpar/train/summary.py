@@ -43,6 +43,7 @@ def show(
     ]
     num_all = sum(count for count, _ in parameters)
     num_trained = sum(count for count, trained in parameters if trained)
+    num_cut = sum(_whole_size(p, cuts[name]) for name, p in engine.module.named_parameters() if name in cuts)
     if config.max_tokens_per_batch is not None:
         batches = f"packed to {config.max_tokens_per_batch} tokens"
     else:
@@ -59,7 +60,7 @@ def show(
         ("parameters", f"{format_count(num_trained)} trained of {format_count(num_all)}"),
         *_data_rows(config, run_data),
         ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} {ranks}"),
-        *_sharing_rows(layout),
+        *_sharing_rows(layout, num_cut / num_all),
         ("padding saved", f"{100 * loader.padding_saved:.0f} % of what padded batches would compute"),
         ("steps", f"{schedule.total_steps} ({schedule.steps_per_epoch} {per}), from {position.step}"),
         ("memory", f"{format_bytes(memory)} on the fullest rank, before the first step"),
@@ -75,12 +76,14 @@ def _whole_size(parameter: nn.Parameter, cut: Cut | None) -> int:
     return size if cut is None else size // cut.local_size * cut.size
 
 
-def _sharing_rows(layout: Layout) -> list[tuple[str, str]]:
-    """Who shares layers and streams, where somebody does."""
+def _sharing_rows(layout: Layout, cut_share: float) -> list[tuple[str, str]]:
+    """Who shares layers and streams, where somebody does; and how much of the weights are cut."""
     rows = []
     if layout.tp_size > 1:
         tokens = " and, between layers, the tokens" if layout.tp_sequence else ""
-        rows.append(("tensor", f"{layout.tp_size} ranks share each layer's weights{tokens}"))
+        rows.append(
+            ("tensor", f"{layout.tp_size} ranks share {100 * cut_share:.1f} % of the weights{tokens}")
+        )
     if layout.sequence_size == 1:
         return rows
     sizes = {"cp": layout.cp_size, "sp": layout.sp_size}

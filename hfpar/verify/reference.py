@@ -36,12 +36,12 @@ _SPREAD = 0.06
 
 
 def build_checkpoint(
-    config: Any, folder: Path, seed: int = 0, *, fewest_heads: int = 1, tp_size: int = 1
+    config: Any, folder: Path, seed: int = 0, *, fewest_heads: int = 1, tp_sizes: Sequence[int] = ()
 ) -> None:
     """Write a shrunk model with random weights: vectors too (norms, biases, sinks), which otherwise start at 0 or 1."""
     from transformers import AutoModelForCausalLM
 
-    small = shrink_config(config, fewest_heads=fewest_heads, tp_size=tp_size)
+    small = shrink_config(config, fewest_heads=fewest_heads, tp_sizes=tp_sizes)
     if getattr(small, "initializer_range", None) is not None:
         small.initializer_range = max(small.initializer_range, _SPREAD)
     torch.manual_seed(seed)

@@ -205,8 +205,8 @@ def verify(
         adapters = sorted({cell.adapter for _, cell in runnable})
         sizes = [layout_sizes(cell.layout) for _, cell in runnable]
         fewest_heads = max(size.get("sp", 1) * size.get("tp", 1) for size in sizes)
-        tp_size = math.lcm(*(size.get("tp", 1) for size in sizes))
-        _make_references(model_name_or_path, adapters, fewest_heads, tp_size, folder, device, show)
+        tp_sizes = sorted({size.get("tp", 1) for size in sizes})
+        _make_references(model_name_or_path, adapters, fewest_heads, tp_sizes, folder, device, show)
     for world_size in sorted({cell.world_size for _, cell in runnable}):
         run = _Run(folder, world_size, environment, tolerance, timeout, run_cells, show, settle)
         run(
@@ -220,7 +220,7 @@ def _make_references(
     model_name_or_path: str | None,
     adapters: list[str],
     fewest_heads: int,
-    tp_size: int,
+    tp_sizes: list[int],
     folder: Path,
     device: str,
     show: Progress,
@@ -230,7 +230,7 @@ def _make_references(
         run_processes(
             prepare_references_lazily,
             1,
-            (model_name_or_path, adapters, fewest_heads, tp_size, folder),
+            (model_name_or_path, adapters, fewest_heads, tp_sizes, folder),
             folder=folder,
             device_type=_device_type(1, device),
         )

@@ -44,7 +44,7 @@ def prepare_references(
     model_name_or_path: str | None,
     adapters: Sequence[str],
     fewest_heads: int,
-    tp_size: int,
+    tp_sizes: Sequence[int],
     folder: Path,
 ) -> None:
     """Write the shrunk checkpoint, the adapters' values and what one plain process makes of them.
@@ -54,13 +54,13 @@ def prepare_references(
         model_name_or_path: whose config is shrunk; None: the tiny model's.
         adapters: `full`, `lora`.
         fewest_heads: query heads that the shrunk model must keep, if the model has them.
-        tp_size: ranks that are to share its heads and feed-forward evenly, if they can share the model's own.
+        tp_sizes: numbers of ranks that are each to share it evenly, if they can share the model's own heads.
         folder: where to.
     """
     checkpoint = folder / "checkpoint"
     config = load_model_config(_model_folder(model_name_or_path, folder))
     config.save_pretrained(folder / "original")
-    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads, tp_size=tp_size)
+    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads, tp_sizes=tp_sizes)
     windows = make_windows(load_model_config(checkpoint).vocab_size)
     device = torch.device(worker.device_type)
     for adapter in adapters:

@@ -131,7 +131,7 @@ class Run:
         if self.worker.rank == 0:  # Transformers writes a checkpoint on the first rank alone
             for name, family in FAMILIES.items():
                 build_checkpoint(
-                    family.config(), self.folder / name, fewest_heads=WORLD_SIZE, tp_size=WORLD_SIZE
+                    family.config(), self.folder / name, fewest_heads=WORLD_SIZE, tp_sizes=[2, WORLD_SIZE]
                 )
         else:
             for name in list(REFUSED)[self.worker.rank - 1 :: self.worker.world_size - 1]:

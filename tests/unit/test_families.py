@@ -159,3 +159,29 @@ def test_special_tokens_that_were_one_stay_one() -> None:
 def test_more_than_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="^model_name_or_path: gemma3 is more than a text model"):
         shrink_config(transformers.Gemma3Config())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp_sizes"),
+    [
+        (32, 8, [3, 4]),
+        (32, 8, [2, 8]),
+        (24, 2, [6]),
+        (24, 2, [2, 12]),
+        (12, 12, [3, 6]),
+        (9, 3, [3, 2]),
+        (64, 8, [16]),
+    ],
+)
+def test_a_copy_can_be_shared_by_as_many_ranks_as_the_model(
+    heads: int, kv_heads: int, tp_sizes: list[int]
+) -> None:
+    sizes = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = transformers.LlamaConfig(**sizes)
+    small = shrink_config(config, tp_sizes=tp_sizes)
+    few, few_kv = small.num_attention_heads, small.num_key_value_heads
+    for size in tp_sizes:
+        can_be = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        if can_be:
+            assert few % size == 0 and (few_kv % size == 0 or size % few_kv == 0)
+            assert small.intermediate_size % size == 0

@@ -462,6 +462,45 @@ def test_dropout_where_tokens_are_sharded() -> None:
         "different ranks; set it to 0 in the model's config.json, or leave tp_sequence out"
     )
     tensor.check_tensor(config, layout_of(2))
+    config = config_of("mixtral", num_local_experts=3, router_jitter_noise=0.1)
+    assert "the model's router_jitter_noise of 0.1" in refusal_of(config, layout_of(2, tp_sequence=True))
+
+
+def test_an_adapters_dropout_where_tokens_are_sharded() -> None:
+    model = lora(make_model("qwen2_moe", num_experts=3, moe_intermediate_size=8), lora_dropout=0.3)
+    line = r"dropout of 0.3 in model.layers.\d.mlp.shared_expert\S*, .* set lora_dropout to 0, or leave tp_sequence out"
+    with pytest.raises(ConfigError, match=line):
+        tensor.check_sizes(model.get_base_model(), layout_of(2, tp_sequence=True))
+    tensor.check_sizes(model.get_base_model(), layout_of(2))
+
+
+@pytest.mark.parametrize("copied", ["self_attn", "mlp"])
+def test_copies_that_hide_what_is_planned(copied: str) -> None:
+    model = lora(make_model(), target_modules=["lm_head"], modules_to_save=[copied])
+    with pytest.raises(
+        ConfigError, match=rf"^modules_to_save: hfpar can't cut a copy of layers.0.{copied}; name"
+    ):
+        plan_model(model.get_base_model(), 2)
+    plan_model(lora(make_model(), modules_to_save=["q_proj", "down_proj", "norm"]).get_base_model(), 2)
+
+
+def test_copies_of_norms_of_heads_are_cut() -> None:
+    model = lora(make_model("cohere", use_qk_norm=True), modules_to_save=["q_norm"])
+    plan = plan_model(model.get_base_model(), 2)
+    cut = [name_of(model, owner, leaf) for owner, leaf, _ in plan.cuts]
+    kept = [name for name in cut if "layers.0.self_attn.q_norm" in name]
+    assert [name.partition("q_norm.")[2] for name in kept] == [
+        "original_module.weight",
+        "modules_to_save.default.weight",
+    ]
+
+
+def test_a_plan_of_other_layers() -> None:
+    config = with_plan({"blocks.*.attn.q_proj": "colwise"})
+    line = (
+        "tp_size: llama has a plan that names none of its layers, which hfpar can't cut; leave tp_size at 1"
+    )
+    assert refusal_of(config, layout_of(2)) == line
 
 
 def test_tokens_can_not_be_sharded_around_attention_that_is_not_planned() -> None:
