@@ -51,15 +51,15 @@ def clip_and_step(
 def global_grad_norm(
     gradients: Sequence[Tensor],
     group: dist.ProcessGroup | None,
-    cuts: Sequence[Cut | None],
-    tp_group: dist.ProcessGroup | None,
+    cuts: Sequence[Cut | None] | None = None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The L2 norm over all gradients, each element counted once.
 
     Args:
         gradients: whole on every rank, or DTensors sharded over `group`.
         group: the ranks that hold the shards; None if nothing is sharded.
-        cuts: of each gradient, if it is a part for a tp rank.
+        cuts: of each gradient, if it is a part for a tp rank; None: none is.
         tp_group: the ranks that hold the parts; None if nothing is cut.
 
     Returns:
@@ -67,7 +67,7 @@ def global_grad_norm(
     """
     device = gradients[0].device if gradients else torch.device("cpu")
     squares = torch.zeros(2, 2, dtype=torch.float64, device=device)  # [whole or cut, whole or sharded]
-    for gradient, cut in zip(gradients, cuts, strict=True):
+    for gradient, cut in zip(gradients, cuts or [None] * len(gradients), strict=True):
         is_sharded = isinstance(gradient, DTensor)
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         squares[int(cut is not None), int(is_sharded)] += _sum_of_squares(local) / (cut.copies if cut else 1)

@@ -97,14 +97,13 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     )
     device = accelerate_launch.device_of(accelerator)
     layout = Layout(
-        rank=launch.rank,
-        world_size=launch.world_size,
+        launch.rank,
+        launch.world_size,
         cp_size=config.cp_size or 1,
         sp_size=config.sp_size or 1,
         tp_size=config.tp_size or 1,
         tp_sequence=config.tp_sequence,
     )
-
     config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
     source = inputs.find_checked_model(config, layout)

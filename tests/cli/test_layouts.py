@@ -177,7 +177,7 @@ def make_mistakes(inputs: Any, folder: Path) -> dict[str, dict[str, Any]]:
         },
         "heads that don't divide": {
             "flags": ["--tp_size", "2", *model("three heads", num_attention_heads=3, num_key_value_heads=3)],
-            "line": "tp_size: 2 doesn't divide the model's 3 attention heads; it can be 1 or 3",
+            "line": "tp_size: 2 doesn't divide the model's 3 attention heads; it can be 1",
         },
         "a width that doesn't divide": {
             "flags": ["--tp_size", "2", *model("odd", intermediate_size=511)],

@@ -36,7 +36,7 @@ def test_a_table_and_nothing_else(tmp_path):
         "--engines",
         "ddp,zero2",
         "--layouts",
-        "dp2,sp2,tp2",
+        "dp2,tp2,pp2",
         "--adapters",
         "lora",
         "--batching",
@@ -55,7 +55,7 @@ def test_a_table_and_nothing_else(tmp_path):
         assert 0 < row["max_rel_param_error"] < 1e-5
         assert row["worst"].startswith("base_model.model.model.layers.")
         assert row["reason"] is None
-    assert rows[4]["reason"].startswith("tp_size 2: tensor parallelism isn't supported yet")
+    assert rows[4]["reason"].startswith("pp_size 2: pipeline parallelism isn't supported yet")
     assert os.listdir(tmp_path) == ["out.json"]
 
 
@@ -63,7 +63,7 @@ def test_a_table_and_nothing_else(tmp_path):
     ("options", "message"),
     [
         (["--engines", "fsdp"], "--engines: fsdp; allowed: ddp, zero1, zero2, zero3, fsdp2"),
-        (["--layouts", "two"], "--layouts: two is no layout; allowed: dp, cp and sp"),
+        (["--layouts", "two"], "--layouts: two is no layout; allowed: dp, cp, sp and tp"),
         (["--tolerance", "-1"], "--tolerance: -1; allowed: a number between 0 and 1"),
         (["--device", "tpu"], "verify: argument --device: invalid choice: 'tpu'"),
         (["--engine_names", "ddp"], "verify: unrecognized arguments: --engine_names ddp"),
@@ -108,11 +108,11 @@ def test_ctrl_c_stops_all_processes_and_leaves_no_files(tmp_path):
 
 
 def test_only_refused_layouts_need_no_process_and_prove_nothing(capsys):
-    assert cli.main(["verify", "--layouts", "tp2,dp2pp2", "--engines", "ddp,zero3"]) == 2
+    assert cli.main(["verify", "--layouts", "pp2,dp2pp2", "--engines", "ddp,zero3"]) == 2
     captured = capsys.readouterr()
     assert "nothing was compared" in captured.out
     assert "16 refused" in captured.out
-    assert "tensor parallelism" in captured.out and "pipeline parallelism" in captured.out
+    assert "pp_size 2: pipeline parallelism" in captured.out
 
 
 def test_zero_without_deepspeed_is_refused_with_the_command(capsys, monkeypatch):

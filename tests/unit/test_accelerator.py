@@ -513,7 +513,7 @@ FILE_REFUSALS = [
             {**fsdp2(), "parallelism_config": {f"parallelism_config_{name}": 2}},
             f"parallelism_config: {name} 2 ",
         )
-        for name in ("dp_replicate_size", "tp_size")
+        for name in ("dp_replicate_size",)
     ),
 ]
 
@@ -576,7 +576,8 @@ def test_settings_of_parallelism_that_are_refused(
         (DDP, ["--parallelism_config_sp_size=2"], "give the script --sp_size 2 instead"),
         ({**DDP, **sizes(sp_size=2)}, ["--multi_gpu"], "give the script --sp_size 2 instead"),
         ({**DDP, **sizes(cp_size=4)}, ["--use_deepspeed", "--zero_stage=2"], "give the script --cp_size 4 "),
-        ({**DDP, **sizes(tp_size=2)}, ["--multi_gpu"], "remove it"),
+        ({**DDP, **sizes(tp_size=2)}, ["--multi_gpu"], "give the script --tp_size 2 instead"),
+        ({**DDP, **sizes(dp_replicate_size=2)}, ["--multi_gpu"], "remove it"),
         (
             {**BASE, "distributed_type": "NO", "num_processes": 1, **sizes(sp_size=2)},
             [],

@@ -129,7 +129,7 @@ def test_flags(argv, expected):
         ),
         (
             ["--dp_size", "2"],
-            "--dp_size: 2; there is no such setting; it is what sp_size and cp_size leave of num_processes "
+            "--dp_size: 2; there is no such setting; it is what tp_size, sp_size and cp_size leave of num_processes "
             "(--help lists all)",
         ),
         (["--zzz"], "--zzz: (no value); there is no such setting (--help lists all)"),
@@ -305,6 +305,8 @@ def test_dump_keeps_every_setting(tmp_path):
         per_device_eval_batch_size=3,
         gradient_accumulation_steps=2,
         sp_size=2,
+        tp_size=2,
+        tp_sequence=True,
         cp_size=4,
         optim="sgd",
         learning_rate=1e-3,

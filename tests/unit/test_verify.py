@@ -37,7 +37,10 @@ def test_cells_are_every_combination_layout_by_layout():
         (("dpp", "dp2", "full", "packed"), r"--engines: dpp; allowed: ddp, zero1, .*; did you mean ddp\?"),
         (("ddp", "dp2", "qlora", "packed"), r"--adapters: qlora; allowed: full, lora"),
         (("ddp", "dp2", "full", "packing"), r"--batching: packing; allowed: padded, packed"),
-        (("ddp", "dp0", "full", "packed"), r"--layouts: dp0 is no layout; allowed: dp, cp and sp, each with"),
+        (
+            ("ddp", "dp0", "full", "packed"),
+            r"--layouts: dp0 is no layout; allowed: dp, cp, sp and tp, each with",
+        ),
         (("ddp", "sp2cp", "full", "packed"), r"--layouts: sp2cp is no layout"),
         (("ddp", "dp2dp2", "full", "packed"), r"--layouts: dp2dp2 is no layout"),
         (("ddp", "2", "full", "packed"), r"--layouts: 2 is no layout"),
@@ -50,13 +53,13 @@ def test_a_name_that_does_not_exist(arguments, message):
         make_cells(*arguments)
 
 
-@pytest.mark.parametrize(("layout", "axis"), [("tp2", "tp_size 2"), ("dp2pp4", "pp_size 4")])
+@pytest.mark.parametrize(("layout", "axis"), [("pp2", "pp_size 2"), ("dp2pp4", "pp_size 4")])
 def test_layouts_to_come_are_refused_with_the_reason(layout, axis):
     assert layout_refusal(layout).startswith(axis)
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes"), [("dp4", 4), ("sp2", 2), ("cp2dp3", 6), ("sp2cp2", 4), ("dp2cp2sp2tp1", 8)]
+    ("layout", "processes"), [("dp4", 4), ("sp2", 2), ("cp2dp3", 6), ("sp2cp2", 4), ("dp2cp2sp2tp2", 16)]
 )
 def test_layouts_are_products_in_any_order(layout, processes):
     assert layout_refusal(layout) is None
@@ -196,10 +199,10 @@ def test_processes_are_grouped_by_number_and_the_copy_has_heads_for_all_layouts(
         started.append((world_size, arguments))
 
     monkeypatch.setattr(run, "run_processes", run_processes)
-    cells = make_cells("ddp", "sp4,dp2,cp2,tp2,cp2sp2", "full", "packed")
+    cells = make_cells("ddp", "sp4,dp2,cp2,pp2,cp2sp2", "full", "packed")
     with pytest.raises(HfparError, match="no result for ddp dp2 full packed, ddp cp2 full packed"):
         run.verify(cells, tmp_path, device="cpu")
-    assert started[0] == (1, (None, ["full"], 4, tmp_path))
+    assert started[0] == (1, (None, ["full"], 4, [1], tmp_path))
     assert started[1] == (2, ([(1, cells[1]), (2, cells[2])], tmp_path))
 
 
