@@ -118,7 +118,7 @@ def drop_one_gradient_reduction(patch, rank):
 
 def drop_the_norms_reduction(patch, rank):
     norm_of = clip.global_grad_norm
-    patch.setattr(clip, "global_grad_norm", lambda gradients, group: norm_of(gradients, None))
+    patch.setattr(clip, "global_grad_norm", lambda gradients, group, *tp: norm_of(gradients, None, *tp))
 
 
 def shift_labels_twice(patch, rank):
@@ -329,10 +329,10 @@ def run_sabotaged(worker: Worker, cells: list, folder: Path) -> None:
     run_cell = verify_worker.run_cell
     sabotages = iter(SABOTAGES)
 
-    def run_one(worker, cell, folder):
+    def run_one(worker, cell, layout, folder):
         with pytest.MonkeyPatch.context() as patch:
             next(sabotages)(patch, worker.rank)
-            return run_cell(worker, cell, folder)
+            return run_cell(worker, cell, layout, folder)
 
     verify_worker.run_cell = run_one
     verify_worker.run_cells(worker, cells, folder)
@@ -357,10 +357,10 @@ def test_a_deliberate_error_fails(sabotaged, sabotage):
 def crash_in_the_third_cell(worker: Worker, cells: list, folder: Path) -> None:
     original = verify_worker.run_cell
 
-    def crashing(worker, cell, folder):
+    def crashing(worker, cell, layout, folder):
         if cell.adapter == "lora" and worker.rank == 1:
             raise ZeroDivisionError("a deliberate error")
-        return original(worker, cell, folder)
+        return original(worker, cell, layout, folder)
 
     verify_worker.run_cell = crashing
     verify_worker.run_cells(worker, cells, folder)
