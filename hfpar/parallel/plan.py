@@ -156,7 +156,6 @@ class _Planner:
             by_owner.setdefault(owner, {})[leaf] = style
         if not by_owner:
             raise self._refusal("has a plan that names none of its layers")
-        _refuse_copies(decoder, base_plan(self.config))
         for owner, styles in by_owner.items():
             module = decoder.get_submodule(owner)
             if any(leaf in module._parameters and style in _ROW | _PACKED for leaf, style in styles.items()):
@@ -332,30 +331,29 @@ def decoder_of(causal_lm: Any) -> Any:
 
 
 def _matches(decoder: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(name, style) of every module and parameter that the plan names."""
+    """(name, style) of every module and parameter that the plan names.
+
+    Raises:
+        ConfigError: an adapter's trained copy of more than a single layer, which hides planned layers.
+    """
     patterns = [
         (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style) for pattern, style in plan.items()
     ]
     for prefix, module in decoder.named_modules():
         own = [f"{prefix}.{leaf}" for leaf in module._parameters if _is_there(module, leaf)]
         for name in (prefix, *own):
+            is_copy = ".original_module." in name
+            plain = checkpoint_key(name) if is_copy else name
             for pattern, style in patterns:
-                if pattern.fullmatch(name):
-                    yield name, style
-
-
-def _refuse_copies(decoder: nn.Module, plan: dict[str, str]) -> None:
-    """An adapter's trained copy of more than a single layer hides planned layers from their names."""
-    patterns = [re.compile(re.escape(pattern).replace(r"\*", r"\d+")) for pattern in plan]
-    for prefix, module in decoder.named_modules():
-        for name in (prefix, *(f"{prefix}.{leaf}" for leaf in module._parameters)):
-            plain = checkpoint_key(name)
-            if ".original_module." in name and any(pattern.fullmatch(plain) for pattern in patterns):
-                owner, _, leaf = plain.rpartition(".")
-                raise ConfigError(
-                    f"modules_to_save: hfpar can't cut a copy of {owner}; name the layers in it, such as {leaf}, or "
-                    "leave tp_size at 1"
-                )
+                if not pattern.fullmatch(plain):
+                    continue
+                if is_copy:
+                    owner, _, leaf = plain.rpartition(".")
+                    raise ConfigError(
+                        f"modules_to_save: hfpar can't cut a copy of {owner}; name the layers in it, such as {leaf}, "
+                        "or leave tp_size at 1"
+                    )
+                yield name, style
 
 
 def layers_at(outer: nn.Module) -> list[nn.Module]:

@@ -79,8 +79,8 @@ def check_tensor(config: Any, layout: Layout, *, trust_remote_code: bool = False
     check_sizes(model, layout)
 
 
-def check_sizes(causal_lm: Any, layout: Layout) -> None:
-    """Refuse sizes that don't divide, with those that do.
+def check_sizes(causal_lm: Any, layout: Layout) -> Plan:
+    """Plan a model, and refuse sizes that don't divide, with those that do.
 
     Args:
         causal_lm: a Transformers model, with its adapters if it has some; may be on the meta device.
@@ -104,6 +104,7 @@ def check_sizes(causal_lm: Any, layout: Layout) -> None:
         )
     if layout.tp_sequence:
         _check_tokens_can_be_shared(causal_lm, plan)
+    return plan
 
 
 def _check_tokens_can_be_shared(causal_lm: Any, plan: Plan) -> None:
@@ -157,8 +158,7 @@ def apply(model: nn.Module, layout: Layout) -> list[str]:
     if getattr(causal_lm, "_hfpar_tensor", False):
         raise ConfigError(f"{name} is cut for tensor parallelism already")
     _check_adapters(model)
-    check_sizes(causal_lm, layout)
-    plan = plan_model(causal_lm, layout.tp_size)
+    plan = check_sizes(causal_lm, layout)
     causal_lm._hfpar_tensor = True
     _cut_weights(model, plan, layout.tp_rank)
     exchange = _Exchange(layout)
@@ -293,13 +293,13 @@ class _Exchange:
         self.num_tokens = args[0].shape[1]
 
     def _enter_all(self, module: nn.Module, args: Any, kwargs: dict[str, Any], *, is_experts: bool) -> Any:
-        enter_one = self._gather_one if self.layout.tp_sequence else self._enter_one
-        args = tuple(enter_one(value, is_experts) for value in args)
-        return args, {name: enter_one(value, is_experts) for name, value in kwargs.items()}
+        def enter_one(value: Any) -> Any:
+            if self.layout.tp_sequence:
+                return self._gather_one(value, is_experts)
+            carries_gradient = isinstance(value, Tensor) and value.requires_grad
+            return enter(value, self.group) if carries_gradient else value
 
-    def _enter_one(self, value: Any, is_experts: bool) -> Any:
-        carries_gradient = isinstance(value, Tensor) and value.requires_grad
-        return enter(value, self.group) if carries_gradient else value
+        return tuple(map(enter_one, args)), {name: enter_one(value) for name, value in kwargs.items()}
 
     def _gather_one(self, value: Any, is_experts: bool) -> Any:
         """Hidden states [1, T/tp, H]; for experts also the router's choices and weights, [T/tp, k]."""

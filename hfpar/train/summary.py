@@ -38,12 +38,12 @@ def show(
     memory = peak_memory_bytes(engine.device)
     cuts = cuts_of(engine.module)
     parameters = [
-        (_whole_size(parameter, cuts.get(name)), parameter.requires_grad)
+        (_whole_size(parameter, cuts.get(name)), parameter.requires_grad, name in cuts)
         for name, parameter in engine.module.named_parameters()
     ]
-    num_all = sum(count for count, _ in parameters)
-    num_trained = sum(count for count, trained in parameters if trained)
-    num_cut = sum(_whole_size(p, cuts[name]) for name, p in engine.module.named_parameters() if name in cuts)
+    num_all = sum(count for count, _, _ in parameters)
+    num_trained = sum(count for count, trained, _ in parameters if trained)
+    num_cut = sum(count for count, _, is_cut in parameters if is_cut)
     if config.max_tokens_per_batch is not None:
         batches = f"packed to {config.max_tokens_per_batch} tokens"
     else:

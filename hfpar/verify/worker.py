@@ -98,9 +98,10 @@ def run_cells(worker: Worker, cells: Sequence[tuple[int, Cell]], folder: Path) -
     worker.join_group()
     interface.register()
     layouts = {cell.layout: make_layout(worker, cell) for _, cell in cells}  # one set of groups each
+    refusals = {name: _refusal(layout, folder) for name, layout in layouts.items()}
     for number, cell in cells:
         worker.send(("start", number))
-        refusal = _refusal(layouts[cell.layout], folder)
+        refusal = refusals[cell.layout]
         if refusal is not None:
             worker.send(("refused", number, refusal))
             continue

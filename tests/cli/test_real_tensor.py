@@ -115,20 +115,13 @@ def name_of(cell: Cell) -> str:
     return "-".join([engine, adapter, *(f"{key}{value}" for key, value in flags.items())])
 
 
-@pytest.mark.parametrize("cell", REAL, ids=name_of)
-def test_the_real_model(
-    cell: Cell,
-    data: Path,  # noqa: F811
-    reference: Callable[[Path, str], Reference],
-    start_training: Callable[..., Any],
-    metrics: Callable[[Path], list[dict[str, Any]]],
-    output_dir: Path,  # noqa: F811
-) -> None:
-    compare(cell, MODEL, data, reference, start_training, metrics, output_dir)
-
-
-@pytest.mark.parametrize("cell", FOUR_HEADS, ids=name_of)
-def test_fewer_key_value_heads_than_ranks(
+@pytest.mark.parametrize(
+    ("heads", "cell"),
+    [*(("real", cell) for cell in REAL), *(("four", cell) for cell in FOUR_HEADS)],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_ranks_that_share_layers_take_the_steps_of_one_process(
+    heads: str,
     cell: Cell,
     four_heads: Path,
     data: Path,  # noqa: F811
@@ -137,18 +130,7 @@ def test_fewer_key_value_heads_than_ranks(
     metrics: Callable[[Path], list[dict[str, Any]]],
     output_dir: Path,  # noqa: F811
 ) -> None:
-    compare(cell, four_heads, data, reference, start_training, metrics, output_dir)
-
-
-def compare(
-    cell: Cell,
-    model: Path,
-    data: Path,  # noqa: F811
-    reference: Callable[[Path, str], Reference],
-    start_training: Callable[..., Any],
-    metrics: Callable[[Path], list[dict[str, Any]]],
-    output_dir: Path,  # noqa: F811
-) -> None:
+    model = MODEL if heads == "real" else four_heads
     engine, adapter, layout = cell
     flags = {
         "model_name_or_path": model,
