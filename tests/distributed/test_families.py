@@ -59,6 +59,8 @@ pytestmark = [
 EVERYTHING = os.environ.get("HFPAR_WRITE_DOCS") == "1"
 BOTH = "cp 2 x sp 2"
 TENSOR = "tp 2"
+WITH_ATTENTION_DROPOUT = ("biogpt", "gpt_bigcode", "seed_oss")
+"""Refused in rings, and under tensor parallelism for this or another reason."""
 ONLY_THE_PROBE_SEES = ("codegen", "gemma3n")
 """Families whose plan says too little: rows in another order, a quantile over all features of a layer."""
 WORLD_SIZE = 4
@@ -264,7 +266,9 @@ def installed(model: Any) -> Any:
 
 
 def columns_of(family: str) -> list[str]:
-    return list(COLUMNS) if EVERYTHING or family in EVERYDAY else [BOTH, TENSOR]
+    if EVERYTHING or family in EVERYDAY:
+        return list(COLUMNS)
+    return ["sp 2", BOTH, TENSOR] if family in WITH_ATTENTION_DROPOUT else [BOTH, TENSOR]
 
 
 def refusal(config: Any, layout: Layout, *, probe: bool) -> str | None:
