@@ -31,6 +31,9 @@ OptimizerName = Literal[
 
 AttentionName = Literal["auto", "eager", "sdpa", "flash_attention_2", "varlen"]
 DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
+QuantizationName = Literal["nf4", "fp4", "int8", "mxfp4", "none"]
+StorageName = Literal["auto", "uint8", "float32", "bfloat16", "float16"]
+InitName = Literal["default", "gaussian", "pissa", "olora", "loftq", "eva"]
 
 FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 TrainOnName = Literal["assistant", "last_assistant", "completion", "all"]
@@ -68,8 +71,21 @@ class SFTConfig:
     """Type of the weights as they are loaded; auto keeps the checkpoint's own."""
     attn_implementation: AttentionName = "auto"
     """Kernel for the packed stream's attention; auto takes the best one that this machine has."""
-    gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each block's activations in the backward pass instead of keeping them. Without it: true with a
+    quantized base, else false."""
+
+    quantization: QuantizationName | None = None
+    """How the frozen base is held while adapters are trained: nf4 or fp4 (4 bits, bitsandbytes), int8, mxfp4 (for
+    checkpoints that hold it); none for no such thing. Without it: what the checkpoint holds."""
+    bnb_4bit_compute_dtype: DtypeName = "auto"
+    """Type in which layers with a quantized weight are computed; auto takes the engine's mixed precision, else dtype."""
+    bnb_4bit_use_double_quant: bool | None = None
+    """Quantize the scales of 4-bit blocks, too (0.37 bits a parameter less). Without it: true."""
+    bnb_4bit_quant_storage: StorageName = "auto"
+    """Type as which an engine sees the packed bytes; auto takes uint8, which none of them converts."""
+    llm_int8_skip_modules: list[str] | None = None
+    """Modules that stay as they are, in 4 bits as in 8; the head always does."""
 
     tp_size: int | None = None
     """Tensor parallelism: ranks that share every layer's weights and compute it together. Without it: the Accelerate
@@ -166,6 +182,19 @@ class SFTConfig:
     """Modules that get an adapter: all-linear, or names such as q_proj."""
     modules_to_save: list[str] | None = None
     """Modules trained in full beside the adapters, such as lm_head."""
+    use_rslora: bool = False
+    """LoRA's scale is lora_alpha / sqrt(lora_r) instead."""
+    use_dora: bool = False
+    """Train each weight's magnitude beside its direction (DoRA)."""
+    init_lora_weights: InitName = "default"
+    """First values of the adapters, by PEFT's name; default starts with no change of the model."""
+    adapter_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the adapters' weights."""
+    trainable_token_indices: list[int] | None = None
+    """Tokens whose embedding rows are trained beside the adapters (and the head's rows, where the two are tied)."""
+    train_tokens: str | list[str] = "auto"
+    """Tokens of the chat template that the model was never taught: auto finds them and trains their rows beside the
+    adapters; a list of tokens trains those; none trains none."""
 
     output_dir: str | None = None
     """Folder of the run. Without it: runs/demo for the demo's model and data, else runs/sft."""
