@@ -79,7 +79,8 @@ class SFTConfig:
     """How the frozen base is held while adapters are trained: nf4 or fp4 (4 bits, bitsandbytes), int8, mxfp4 (for
     checkpoints that hold it); none for no such thing. Without it: what the checkpoint holds."""
     bnb_4bit_compute_dtype: DtypeName = "auto"
-    """Type in which layers with a quantized weight are computed; auto takes the engine's mixed precision, else dtype."""
+    """Type in which layers with a quantized weight are computed; auto takes the engine's mixed precision, else
+    dtype."""
     bnb_4bit_use_double_quant: bool | None = None
     """Quantize the scales of 4-bit blocks, too (0.37 bits a parameter less). Without it: true."""
     bnb_4bit_quant_storage: StorageName = "auto"

@@ -7,8 +7,10 @@ undoes the average are the step's business (`hfpar.train.step`), so they are the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 from hfpar.config.engine import EngineSettings
 from hfpar.models.cuts import Cut, cuts_of
+from hfpar.models.quantized import QuantizedWeight, quantized_weights
 from hfpar.parallel.collectives import gather_whole
 from hfpar.parallel.layout import Layout
 
@@ -122,6 +125,45 @@ def autocast(device: torch.device, mixed_precision: str) -> AbstractContextManag
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of everything that is trained, tied ones once."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the model, and the parameters in which an engine holds it."""
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    requires_grad: bool
+    assemble: Callable[[Sequence[Tensor]], Tensor]
+    """The weight, of those parameters whole; dequantized, if they are bytes."""
+
+
+def weights(module: nn.Module) -> Iterator[Weight]:
+    """Every weight by its name in `module`, tied ones once."""
+    held: dict[str, tuple[str, nn.Module, str, QuantizedWeight] | None] = {}
+    for prefix, owner in module.named_modules():
+        for name, quantized in quantized_weights(owner).items():
+            full = f"{prefix}.{name}"
+            held[f"{full}_packed"] = (full, owner, name, quantized)
+            held[f"{full}_scales"] = None
+    for name, parameter in module.named_parameters():
+        if name not in held:
+            yield Weight(name, (parameter,), parameter.requires_grad, lambda tensors: tensors[0])
+            continue
+        entry = held[name]
+        if entry is not None:
+            full, owner, own_name, quantized = entry
+            scales = owner._parameters[f"{own_name}_scales"]
+            assert scales is not None
+            yield Weight(full, (parameter, scales), False, partial(_dequantize, owner, own_name, quantized))
+
+
+def _dequantize(owner: nn.Module, name: str, quantized: QuantizedWeight, tensors: Sequence[Tensor]) -> Tensor:
+    nested = owner._buffers.get(f"{name}_nested")
+    packed, scales = tensors
+    if nested is not None:
+        nested = nested.to(packed.device)
+    return quantized.dequantize(packed, scales, nested, quantized.dtype)
 
 
 def with_cuts(module: nn.Module) -> list[tuple[nn.Parameter, Cut | None]]:

@@ -12,8 +12,9 @@ from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
 from hfpar.engine.base import Engine, OptimizerFactory
 from hfpar.engine.ddp import DDPEngine
 from hfpar.engine.fsdp2 import FSDP2Engine
-from hfpar.engine.zero import ZeROEngine
-from hfpar.models.slices import fill_from_checkpoint
+from hfpar.engine.zero import Partitioner, ZeROEngine
+from hfpar.models.quantized_fill import Sharers
+from hfpar.models.slices import Filling, fill_from_checkpoint
 from hfpar.parallel.layout import Layout
 
 
@@ -40,16 +41,24 @@ def build_engine(
         gradient_accumulation_steps: the longest window, in micro-batches.
         max_grad_norm: bound on the global gradient norm; None: no clipping.
     """
+    tp_group = layout.tp_group if layout.tp_size > 1 else None
     if isinstance(settings, FSDP2Settings):
         offload = settings.offload_params or device.type == "cpu"
-        fill = partial(
-            fill_from_checkpoint,
-            folder=checkpoint_folder,
-            device=torch.device("cpu") if offload else device,
-            tp_rank=layout.tp_rank,
+        filling = Filling(
+            torch.device("cpu") if offload else device,
+            device,
+            layout.tp_rank,
+            Sharers(layout.batch_group, tp_group),
         )
+        fill = partial(fill_from_checkpoint, folder=checkpoint_folder, filling=filling)
         return FSDP2Engine(module, make_optimizer, settings, layout, device, fill)
-    fill_from_checkpoint(module, checkpoint_folder, device=torch.device("cpu"), tp_rank=layout.tp_rank)
+    when_filled = None
+    if isinstance(settings, ZeROSettings) and settings.stage == 3 and settings.zero3_init:
+        when_filled = Partitioner(settings, layout)
+    filling = Filling(
+        torch.device("cpu"), device, layout.tp_rank, Sharers(None, tp_group), when_filled=when_filled
+    )
+    fill_from_checkpoint(module, checkpoint_folder, filling)
     if isinstance(settings, ZeROSettings):
         return ZeROEngine(
             module,

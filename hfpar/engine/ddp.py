@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hfpar.config.engine import DDPSettings
 from hfpar.engine import state
-from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable, with_cuts
+from hfpar.engine.base import Engine, OptimizerFactory, autocast, trainable, weights, with_cuts
 from hfpar.engine.clip import clip_and_step
 from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
@@ -95,8 +95,11 @@ class DDPEngine(Engine):
 
     def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
-        named = self.module.named_parameters()
-        return self._whole((name, p.detach()) for name, p in named if p.requires_grad or not trainable_only)
+        return self._whole(
+            (weight.name, weight.assemble([p.detach() for p in weight.parameters]))
+            for weight in weights(self.module)
+            if weight.requires_grad or not trainable_only
+        )
 
     def save_state(self, folder: Path) -> None:
         """See `Engine`."""

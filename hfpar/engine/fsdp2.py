@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hfpar.config.engine import FSDP2Settings
 from hfpar.engine import state
-from hfpar.engine.base import Engine, OptimizerFactory, trainable, with_cuts
+from hfpar.engine.base import Engine, OptimizerFactory, trainable, weights, with_cuts
 from hfpar.engine.clip import clip_and_step
 from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
@@ -85,9 +85,9 @@ class FSDP2Engine(Engine):
     def parameters(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`."""
         return self._whole(
-            (name, _unsharded(parameter, self.device))
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad or not trainable_only
+            (weight.name, weight.assemble([_unsharded(p, self.device) for p in weight.parameters]))
+            for weight in weights(self.module)
+            if weight.requires_grad or not trainable_only
         )
 
     def save_state(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpar.config.engine import ZeROSettings
-from hfpar.engine.base import Engine, OptimizerFactory, trainable
+from hfpar.engine.base import Engine, OptimizerFactory, trainable, weights
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import cuts_of
 from hfpar.parallel.layout import Layout
@@ -132,12 +132,12 @@ class ZeROEngine(Engine):
         from deepspeed.runtime.zero import GatheredParameters
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
-            for name, parameter in self.module.named_parameters():
-                if trainable_only and not parameter.requires_grad:
+            for weight in weights(self.module):
+                if trainable_only and not weight.requires_grad:
                     continue
-                with GatheredParameters([parameter], enabled=self.settings.stage == 3):
-                    whole = parameter.detach().cpu().clone()
-                yield name, whole
+                with GatheredParameters(weight.parameters, enabled=self.settings.stage == 3):
+                    whole = weight.assemble([p.detach() for p in weight.parameters]).cpu().clone()
+                yield weight.name, whole
 
         return self._whole(gathered())
 
@@ -166,6 +166,36 @@ class ZeROEngine(Engine):
     def close(self) -> None:
         """Drop DeepSpeed's hooks, so that another engine can be made in the same process."""
         self.wrapped.destroy()
+
+
+class Partitioner:
+    """Cuts each module's weights among the batch group as soon as they are there (stage 3)."""
+
+    def __init__(self, settings: ZeROSettings, layout: Layout) -> None:
+        """Keep what DeepSpeed needs to cut weights; the engine is given the completed config later."""
+        keys = ("stage", "offload_param")
+        zero = settings.deepspeed_config["zero_optimization"]
+        self.config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {key: zero[key] for key in keys if key in zero},
+        }
+        self.layout = layout
+
+    def __call__(self, module: nn.Module) -> None:
+        """Cut what hangs at the module itself."""
+        from deepspeed.runtime.zero import Init
+
+        leaf = nn.Module()
+        leaf._parameters.update(
+            {name: p for name, p in module._parameters.items() if p is not None and not hasattr(p, "ds_id")}
+        )
+        if leaf._parameters:
+            Init(
+                module=leaf,
+                config_dict_or_path=self.config,
+                data_parallel_group=self.layout.batch_group,
+                mem_efficient_linear=False,
+            )
 
 
 def _mark_cut(module: nn.Module, layout: Layout) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
 from hfpar.data.chat.templates import resolve_chat_template
 from hfpar.errors import ConfigError
+from hfpar.models.quantization import Quantization, quantize_skeleton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -112,10 +113,11 @@ def load_model(
     attn_implementation: str,
     trust_remote_code: bool = False,
     tp_size: int = 1,
+    quantization: Quantization | None = None,
 ) -> Any:
     """The model, as much of it as this rank keeps.
 
-    Under FSDP2 and tensor parallelism its weights stay on the meta device until they have been cut
+    Under FSDP2, tensor parallelism and quantization its weights stay on the meta device until they have been cut
     (`fill_from_checkpoint`); under ZeRO-3 DeepSpeed cuts each weight as it is read; otherwise every rank reads the
     whole model.
 
@@ -127,14 +129,14 @@ def load_model(
         attn_implementation: a name that Transformers knows.
         trust_remote_code: whether code in the folder may run.
         tp_size: ranks that will cut the weights among them.
+        quantization: how linear layers are held in few bits; None: they aren't.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model_name_or_path: {folder} is quantized, which can't be trained; use the unquantized model"
-        )
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    if isinstance(settings, FSDP2Settings) or tp_size > 1:
-        return _skeleton_of(folder, config, dtype, options)
+    if isinstance(settings, FSDP2Settings) or tp_size > 1 or quantization is not None:
+        model = _skeleton_of(folder, config, dtype, options)
+        if quantization is not None:
+            quantize_skeleton(model, quantization)
+        return model
     with _cut_while_loading(settings, dtype):
         return whole_model(AutoModelForCausalLM, folder, config=config, dtype=dtype, **options)
 

@@ -3,72 +3,181 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hfpar.models.cuts import cuts_of
-from hfpar.models.stored import SafetensorsSource, WeightPart, WholeSource, checkpoint_key, persistent_buffers
+from hfpar.models.quantized import QuantizedWeight, quantized_weights
+from hfpar.models.quantized_fill import Sharers, quantize_rows
+from hfpar.models.stored import (
+    SafetensorsSource,
+    WeightPart,
+    WholeSource,
+    checkpoint_key,
+    local_rows,
+    persistent_buffers,
+)
 
 logger = logging.getLogger(__name__)
 
 
-def fill_from_checkpoint(model: nn.Module, folder: Path, *, device: torch.device, tp_rank: int = 0) -> None:
+Source = SafetensorsSource | WholeSource
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How weights become real."""
+
+    device: torch.device
+    """Where they are kept."""
+    quantize_on: torch.device
+    """Where they are quantized; the backend of `sharers`' groups must know it."""
+    tp_rank: int = 0
+    sharers: Sharers = Sharers()
+    when_filled: Callable[[nn.Module], None] | None = None
+    """Told each module as soon as its own weights are there."""
+
+
+def fill_from_checkpoint(model: nn.Module, folder: Path, filling: Filling) -> None:
     """Give every weight that is still on the meta device its values, each rank reading only its own part.
 
     Checkpoints that name weights in another way than the model, or hold experts one by one, are read by
     Transformers' own rules for them. Where these ask for more than that, every rank reads the whole model with
-    Transformers and cuts it; rank 0 says so.
+    Transformers and cuts it; rank 0 says so. Weights to be held in few bits are quantized one after another.
 
     Args:
         model: a Transformers or PEFT model; parameters may be parts for a tensor-parallel rank, and DTensors that
             an engine has cut along their first dimension.
         folder: a checkpoint.
-        device: where the weights are kept.
-        tp_rank: of this process.
+        filling: how.
 
     Raises:
         ConfigError: weights that the checkpoint doesn't hold, or in other shapes.
     """
-    pending = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
-    if not pending:
+    modules = dict(model.named_modules())
+    pending = {
+        prefix: [
+            name
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        ]
+        for prefix, module in modules.items()
+    }
+    if not any(pending.values()):
         return
     buffers = persistent_buffers(model)
     stored_names = _stored_names(model)
-    wanted = {name: stored_names[checkpoint_key(name)] for name in (*pending, *buffers)}
-    source: SafetensorsSource | WholeSource
+    names = [
+        _join(prefix, name) for prefix, own in pending.items() for name in _weight_names(modules[prefix], own)
+    ]
+    wanted = {name: stored_names[checkpoint_key(name)] for name in (*names, *buffers)}
+    source = _source_of(model, folder, wanted)
+    owners, cuts = _owners(model), cuts_of(model)
+    for prefix, own in pending.items():
+        module = modules[prefix]
+        for name in _weight_names(module, own):
+            full_name = _join(prefix, name)
+            found = source.find(wanted[full_name])
+            cut = cuts.get(full_name)
+            if name in quantized_weights(module):
+                weight = quantized_weights(module)[name]
+                read = partial(_read_rows, source, found, weight, filling.tp_rank)
+                _fill_quantized(module, name, read, filling)
+                continue
+            parameter = module._parameters[name]
+            assert parameter is not None
+            if not parameter.is_meta:
+                continue  # filled where it hangs, too
+            part = WeightPart(parameter, cut, filling.tp_rank)
+            values = source.read(found, part).to(device=filling.device, dtype=parameter.dtype)
+            filled = _like(parameter, values)
+            for owner, attribute in owners[id(parameter)]:  # every module that shares it: ties stay tied
+                setattr(owner, attribute, filled)
+        if own and filling.when_filled is not None:
+            filling.when_filled(module)
+    for name, buffer in buffers.items():
+        buffer.copy_(source.read(source.find(wanted[name]), WeightPart(buffer, None, filling.tp_rank)))
+
+
+def _weight_names(module: nn.Module, pending: list[str]) -> list[str]:
+    """The weights that parameters of a module belong to: themselves, or the held one whose bytes they are."""
+    held = quantized_weights(module)
+    of_bytes = {f"{name}_{kind}": name for name in held for kind in ("packed", "scales")}
+    return list(dict.fromkeys(of_bytes.get(name, name) for name in pending))
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _source_of(model: nn.Module, folder: Path, wanted: dict[str, list[str]]) -> Source:
     source = SafetensorsSource(folder, model, [name for names in wanted.values() for name in names])
     strange = next((name for name, names in wanted.items() if source.find(names) is None), None)
-    if strange is not None:
-        if dist.get_rank() == 0:
-            logger.warning(
-                "model_name_or_path: %s doesn't hold %s in that form; every process reads the whole model into "
-                "memory and keeps its slices",
-                folder,
-                checkpoint_key(strange),
-            )
-        source = WholeSource(model, folder, next(iter(pending.values())).dtype)
-    owners, cuts = _owners(model), cuts_of(model)
-    for name, parameter in pending.items():
-        part = WeightPart(parameter, cuts.get(name), tp_rank)
-        values = source.read(source.find(wanted[name]), part).to(device=device, dtype=parameter.dtype)
-        if isinstance(parameter, DTensor):
-            values = DTensor.from_local(
-                values,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        for owner, attribute in owners[id(parameter)]:  # every module that shares it: ties stay tied
-            setattr(owner, attribute, filled)
-    for name, buffer in buffers.items():
-        buffer.copy_(source.read(source.find(wanted[name]), WeightPart(buffer, None, tp_rank)))
+    if strange is None:
+        return source
+    if dist.get_rank() == 0:
+        logger.warning(
+            "model_name_or_path: %s doesn't hold %s in that form; every process reads the whole model into "
+            "memory and keeps its slices",
+            folder,
+            checkpoint_key(strange),
+        )
+    return WholeSource(model, folder, _weights_dtype(model))
+
+
+def _weights_dtype(model: nn.Module) -> torch.dtype:
+    """Of the first weight that comes from a checkpoint."""
+    for module in model.modules():
+        for weight in quantized_weights(module).values():
+            return weight.dtype
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_meta and parameter.is_floating_point():
+                return parameter.dtype
+    raise AssertionError("nothing to load")
+
+
+def _read_rows(
+    source: Source, found: str | None, weight: QuantizedWeight, tp_rank: int, rows: slice
+) -> Tensor:
+    """Rows of a tp rank's part of a weight that is to be held in few bits."""
+    like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    return source.read(found, WeightPart(like, weight.cut, tp_rank, rows))
+
+
+def _fill_quantized(module: nn.Module, name: str, read: Callable[[slice], Tensor], filling: Filling) -> None:
+    weight = quantized_weights(module)[name]
+    packed, scales = module._parameters[f"{name}_packed"], module._parameters[f"{name}_scales"]
+    assert packed is not None and scales is not None
+    is_dealt = isinstance(packed, DTensor)
+    rows = local_rows(packed) if is_dealt else slice(0, packed.shape[0])
+    sharers = filling.sharers if is_dealt else replace(filling.sharers, shard_group=None)
+    stored = quantize_rows(weight, rows, read, sharers, filling.quantize_on)
+    for parameter, kind, values in ((packed, "packed", stored.packed), (scales, "scales", stored.scales)):
+        values = weight.as_stored(values.to(filling.device).contiguous())
+        module._parameters[f"{name}_{kind}"] = _like(parameter, values)
+    if stored.nested is not None:
+        module._buffers[f"{name}_nested"] = stored.nested.to(filling.device)
+
+
+def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Values as a parameter, dealt to ranks as another is."""
+    if isinstance(parameter, DTensor):
+        values = DTensor.from_local(
+            values,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -89,6 +198,9 @@ def _stored_names(model: nn.Module) -> dict[str, list[str]]:
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(checkpoint_key(name))
+    for prefix, module in model.named_modules():
+        for name in quantized_weights(module):
+            names[id(quantized_weights(module)[name])] = [checkpoint_key(_join(prefix, name))]
     stored: dict[str, list[str]] = {checkpoint_key(name): [] for name in persistent_buffers(model)}
     for group in names.values():
         for name in group:

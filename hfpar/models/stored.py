@@ -58,6 +58,8 @@ class WeightPart:
     """Of the shape that tensor parallelism leaves, and maybe cut again by an engine."""
     cut: Cut | None
     tp_rank: int
+    rows: slice | None = None
+    """Of it, along dimension 0; None: those that an engine leaves this rank."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -66,14 +68,14 @@ class WeightPart:
 
     def of(self, whole: Any) -> Tensor:
         """The part of a tensor, or of a slice of a file."""
-        rows = _local_rows(self.like)
+        rows = local_rows(self.like) if self.rows is None else self.rows
         if self.cut is not None:
             return self.cut.take(whole, self.tp_rank, rows)
         part: Tensor = whole[rows].clone()
         return part
 
 
-def _local_rows(like: Tensor) -> slice:
+def local_rows(like: Tensor) -> slice:
     """The rows that an engine leaves this rank of a tensor; maybe none."""
     if not isinstance(like, DTensor):
         return slice(None)

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut, cut_of, note_cut
+from hfpar.models.quantized import cut_quantized, quantized_weights
 from hfpar.parallel import plan as planning
 from hfpar.parallel.collectives import (
     along_last,
@@ -204,6 +205,11 @@ def _cut_weights(model: nn.Module, plan: Plan, tp_rank: int) -> None:
     for owner, name, cut in plan.cuts:
         if cut_of(owner, name) is not None:
             continue  # of a module that hangs in two places
+        if name in quantized_weights(owner):
+            cut_quantized(owner, name, cut, tp_rank)
+            note_cut(owner, name, cut)
+            _tell_features(owner, cut)
+            continue
         whole = owner._parameters[name]
         assert whole is not None
         if id(whole) not in replaced:
@@ -215,8 +221,15 @@ def _cut_weights(model: nn.Module, plan: Plan, tp_rank: int) -> None:
             replaced[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
         owner._parameters[name] = replaced[id(whole)]
         note_cut(owner, name, cut)
-        if isinstance(owner, nn.Linear) and name == "weight":
-            owner.out_features, owner.in_features = owner.weight.shape
+        if name == "weight":
+            _tell_features(owner, cut)
+
+
+def _tell_features(owner: nn.Module, cut: Cut) -> None:
+    if isinstance(owner, nn.Linear) and cut.dim == 0:
+        owner.out_features = cut.local_size
+    elif isinstance(owner, nn.Linear):
+        owner.in_features = cut.local_size
 
 
 def _tell_heads(attention: nn.Module, heads: Heads, tp_size: int) -> None:

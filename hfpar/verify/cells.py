@@ -13,7 +13,8 @@ from hfpar.config.validate import did_you_mean
 from hfpar.errors import ConfigError
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-ADAPTERS = ("full", "lora")
+ADAPTERS = ("full", "lora", "qlora")
+DEFAULT_ADAPTERS = "full,lora"
 BATCHINGS = ("padded", "packed")
 DEFAULT_LAYOUTS = "dp2"
 

@@ -54,12 +54,23 @@ def build_checkpoint(
     model.save_pretrained(folder)
 
 
-def load_plain(folder: Path, adapter_state: dict[str, Tensor] | None) -> Any:
-    """The model as Transformers loads it; with adapters, as PEFT puts them on."""
-    from transformers import AutoModelForCausalLM
+def load_plain(
+    folder: Path, adapter_state: dict[str, Tensor] | None, *, quantization: str | None = None
+) -> Any:
+    """The model as Transformers loads it; with adapters, as PEFT puts them on; quantized, as bitsandbytes does it."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    options: dict[str, Any] = {}
+    if quantization is not None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        options["device_map"] = {"": "cpu"}
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=plain_attention(folder)
+        folder, dtype=torch.float32, attn_implementation=plain_attention(folder), **options
     )
     if adapter_state is not None:
         model = add_plain_lora(model)
@@ -146,8 +157,17 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter, on the CPU."""
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    """A copy of every parameter, on the CPU; what is quantized as the numbers that it stands for."""
+    return {name: _numbers(p).cpu().clone() for name, p in model.named_parameters()}
+
+
+def _numbers(parameter: nn.Parameter) -> Tensor:
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.detach(), state)
 
 
 def run_reference(
@@ -155,6 +175,7 @@ def run_reference(
     windows: Sequence[Sequence[Document]],
     adapter_state: dict[str, Tensor] | None,
     device: torch.device,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Train one optimizer step a window, in one process.
 
@@ -163,12 +184,13 @@ def run_reference(
         windows: the documents of each step's global batch.
         adapter_state: None for full fine-tuning.
         device: where to.
+        quantization: of the base, `nf4` or `fp4`.
 
     Returns:
         `initial` (every parameter), `decayed` (names) and `steps`, each with `loss`, `grad_norm`, `gradients`
         and `parameters` (after the step).
     """
-    model = load_plain(folder, adapter_state).to(device)
+    model = load_plain(folder, adapter_state, quantization=quantization).to(device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
     decayed = {name for name, p in named if p.dim() >= 2}

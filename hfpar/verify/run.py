@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from hfpar.errors import ConfigError, HfparError
 from hfpar.verify.cells import (
-    ADAPTERS,
     BATCHINGS,
+    DEFAULT_ADAPTERS,
     DEFAULT_LAYOUTS,
     ENGINES,
     Cell,
@@ -74,7 +74,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="products of dp, cp (ring), sp (Ulysses) and tp (tensor) ranks, such as dp2,sp4,tp2cp2; default: "
         "%(default)s",
     )
-    parser.add_argument("--adapters", default=",".join(ADAPTERS), help="default: %(default)s")
+    parser.add_argument("--adapters", default=DEFAULT_ADAPTERS, help="default: %(default)s")
     parser.add_argument("--batching", default=",".join(BATCHINGS), help="default: %(default)s")
     parser.add_argument(
         "--model_name_or_path", help="whose config is shrunk; default: the built-in tiny model"

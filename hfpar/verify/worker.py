@@ -20,6 +20,7 @@ from hfpar.engine.build import build_engine
 from hfpar.errors import ConfigError
 from hfpar.models.adapters import add_lora
 from hfpar.models.load import load_model, load_model_config, resolve_folder
+from hfpar.models.quantization import Quantization
 from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
@@ -38,6 +39,9 @@ from hfpar.verify.reference import (
     set_parameters,
 )
 
+QUANTIZATIONS = {"qlora": "nf4"}
+"""Of the base, by adapter."""
+
 
 def prepare_references(
     worker: Worker,
@@ -52,7 +56,7 @@ def prepare_references(
     Args:
         worker: a process of its own.
         model_name_or_path: whose config is shrunk; None: the tiny model's.
-        adapters: `full`, `lora`.
+        adapters: `full`, `lora`, `qlora`.
         fewest_heads: query heads that the shrunk model must keep, if the model has them.
         tp_sizes: numbers of ranks that are each to share it evenly, if they can share the model's own heads.
         folder: where to.
@@ -65,10 +69,11 @@ def prepare_references(
     device = torch.device(worker.device_type)
     for adapter in adapters:
         worker.send(adapter)
-        state = draw_adapter_state(checkpoint) if adapter == "lora" else None
+        state = draw_adapter_state(checkpoint) if adapter != "full" else None
         if state is not None:
             torch.save(state, folder / "adapter_state.pt")
-        torch.save(run_reference(checkpoint, windows, state, device), folder / f"reference_{adapter}.pt")
+        reference = run_reference(checkpoint, windows, state, device, QUANTIZATIONS.get(adapter))
+        torch.save(reference, folder / f"reference_{adapter}.pt")
 
 
 def _model_folder(model_name_or_path: str | None, folder: Path) -> Path:
@@ -171,6 +176,9 @@ def build_cell_engine(
 ) -> Engine:
     """Load, patch and wrap the model as training does."""
     settings = engine_settings(cell.engine)
+    quantization = None
+    if cell.adapter in QUANTIZATIONS:
+        quantization = Quantization(QUANTIZATIONS[cell.adapter], compute_dtype=torch.float32)
     model = load_model(
         checkpoint,
         load_model_config(checkpoint),
@@ -178,8 +186,9 @@ def build_cell_engine(
         dtype=torch.float32,
         attn_implementation=interface.interface_name("auto"),
         tp_size=layout.tp_size,
+        quantization=quantization,
     )
-    if cell.adapter == "lora":
+    if cell.adapter != "full":
         model = add_lora(
             model,
             r=LORA["r"],

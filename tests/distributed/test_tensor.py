@@ -723,7 +723,7 @@ def check_loading(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
     from hfpar.config.engine import DDPSettings
     from hfpar.models.cuts import cuts_of
     from hfpar.models.load import load_model, load_model_config
-    from hfpar.models.slices import fill_from_checkpoint
+    from hfpar.models.slices import Filling, fill_from_checkpoint
     from hfpar.parallel import tensor
     from hfpar.parallel.collectives import gather_whole
 
@@ -745,7 +745,7 @@ def check_loading(worker: Any, layouts: dict[str, Any]) -> dict[Any, Any]:
             tensor.apply(model, layout)
             assert all(parameter.is_meta for parameter in model.parameters())
             with recorded_reads() as reads:
-                fill_from_checkpoint(model, folder, device=cpu, tp_rank=layout.tp_rank)
+                fill_from_checkpoint(model, folder, Filling(cpu, cpu, layout.tp_rank))
             cuts, found = cuts_of(model), dict(model.named_parameters())
             wrong, kept = [], 0
             for key, parameter in found.items():

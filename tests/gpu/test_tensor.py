@@ -25,7 +25,7 @@ from hfpar.data.stream import Sample, build_stream
 from hfpar.models.adapters import add_lora
 from hfpar.models.cuts import cuts_of
 from hfpar.models.load import load_model, load_model_config
-from hfpar.models.slices import fill_from_checkpoint
+from hfpar.models.slices import Filling, fill_from_checkpoint
 from hfpar.parallel import sequence, tensor
 from hfpar.parallel.collectives import gather_whole
 from hfpar.parallel.layout import Layout
@@ -148,7 +148,7 @@ def shared_gradients(
     sequence.apply(model, layout)
     tensor.apply(model, layout)
     loss.install(model)
-    fill_from_checkpoint(model, folder, device=torch.device("cpu"), tp_rank=layout.tp_rank)
+    fill_from_checkpoint(model, folder, Filling(torch.device("cpu"), torch.device("cpu"), layout.tp_rank))
     model = model.to(device).train()
     documents = make_documents(config.vocab_size)
     stream = build_stream([Sample(document.tokens, document.labels) for document in documents])
