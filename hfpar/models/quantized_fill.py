@@ -1,0 +1,129 @@
+"""Quantizing while loading: each rank reads and quantizes only the rows of bytes that it keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hfpar.models.quantized import BLOCK, NESTED_BLOCK, EightBit, FourBit, QuantizedWeight
+
+ReadRows = Callable[[slice], Tensor]
+"""Rows, along dimension 0, of this tp rank's part of a stored weight."""
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """Who else has a part of the same weight."""
+
+    shard_group: dist.ProcessGroup | None = None
+    """Ranks to which an engine deals the rows of bytes, in order; None: each has all."""
+    tp_group: dist.ProcessGroup | None = None
+    """Ranks among which tensor parallelism cuts the weight."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of a held weight: rows that this rank keeps, and the statistics of double quantization."""
+
+    packed: Tensor
+    scales: Tensor
+    nested: Tensor | None
+
+
+def quantize_rows(
+    weight: QuantizedWeight, rows: slice, read: ReadRows, sharers: Sharers, device: torch.device
+) -> Bytes:
+    """Read and quantize rows of bytes. All who share the weight together.
+
+    Args:
+        weight: what is held.
+        rows: of bytes, with a start and a stop.
+        read: gives rows of the weight.
+        sharers: who else has a part.
+        device: where it is quantized.
+    """
+    first, last = weight.format.numbers(rows, weight.shape)
+    per_index = math.prod(weight.shape[1:])
+    begin, end = first // per_index, -(-last // per_index)
+    values = read(slice(begin, end) if last > first else slice(0, 0))
+    flat = values.to(device=device, dtype=weight.dtype).flatten()
+    flat = flat[first - begin * per_index : last - begin * per_index] if last > first else flat[:0]
+    if isinstance(weight.format, EightBit):
+        return _eight_bits(weight, flat.view(-1, weight.shape[-1]), sharers)
+    return _four_bits(weight, weight.format, rows, flat, sharers)
+
+
+def _eight_bits(weight: QuantizedWeight, values: Tensor, sharers: Sharers) -> Bytes:
+    values = values.half()  # as bitsandbytes does before it quantizes
+    scales = values.abs().amax(dim=1).float() if len(values) else values.new_zeros(0, dtype=torch.float32)
+    if weight.cut is not None and weight.cut.dim == len(weight.shape) - 1:
+        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=sharers.tp_group)
+    packed = torch.round(values * (127.0 / scales.unsqueeze(1))).to(torch.int8)
+    packed[scales == 0] = 0
+    return Bytes(packed.view(torch.uint8), scales.unsqueeze(1).view(torch.uint8), None)
+
+
+def _four_bits(weight: QuantizedWeight, form: FourBit, rows: slice, flat: Tensor, sharers: Sharers) -> Bytes:
+    import bitsandbytes  # noqa: F401 - its operators
+
+    num_rows = rows.stop - rows.start
+    numbers_width, scales_width = form.row_bytes(weight.shape)
+    filled = flat.new_zeros(num_rows * numbers_width * 2)
+    filled[: len(flat)] = flat
+    if num_rows:
+        packed, absmax = torch.ops.bitsandbytes.quantize_4bit(filled, BLOCK, form.quant_type, torch.uint8)
+    else:
+        packed = filled.new_empty(0, dtype=torch.uint8)
+        absmax = filled.new_empty(0, dtype=torch.float32)
+    packed = packed.view(num_rows, numbers_width)
+    if not form.double_quant:
+        return Bytes(packed, absmax.view(torch.uint8).view(num_rows, scales_width), None)
+    whole = _whole_statistics(weight, absmax, sharers)
+    quantized, nested = _quantize_statistics(whole)
+    if weight.statistics_cut is not None:
+        mine = quantized.view(-1, weight.statistics_cut.size)
+        quantized = weight.statistics_cut.take(mine, weight.tp_rank).flatten()
+    all_scales = quantized.new_zeros(form.num_rows(weight.shape) * scales_width)
+    all_scales[: len(quantized)] = quantized
+    return Bytes(packed, all_scales.view(-1, scales_width)[rows].clone(), nested)
+
+
+def _whole_statistics(weight: QuantizedWeight, absmax: Tensor, sharers: Sharers) -> Tensor:
+    """Every block's scale, in the order of the whole weight (or of this part, if it is quantized by itself)."""
+    num_blocks = -(-weight.numel // BLOCK)
+    if sharers.shard_group is not None:
+        absmax = _gather_in_order(absmax, sharers.shard_group)
+    absmax = absmax[:num_blocks]
+    if weight.statistics_cut is None:
+        return absmax
+    mine = absmax.view(-1, weight.statistics_cut.local_size)
+    pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size(sharers.tp_group))]
+    dist.all_gather(pieces, mine.contiguous(), group=sharers.tp_group)
+    return weight.statistics_cut.assemble(pieces).flatten()
+
+
+def _gather_in_order(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Parts of different lengths, one after another."""
+    size = torch.tensor([len(part)], device=part.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(one) for one in sizes)
+    padded = part.new_zeros(longest)
+    padded[: len(part)] = part
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([one[: int(length)] for one, length in zip(parts, sizes, strict=True)])
+
+
+def _quantize_statistics(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Double quantization as bitsandbytes does it: (8-bit scales, bytes of their own scales and the offset)."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    offset = absmax.mean()
+    quantized, state = quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCK)
+    return quantized, torch.cat([state.absmax.float(), offset.float().view(1)]).view(torch.uint8)
