@@ -67,7 +67,7 @@ _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id
 
 
 def shrink_config(
-    config: PretrainedConfig, *, fewest_heads: int = 1, tp_sizes: Sequence[int] = ()
+    config: PretrainedConfig, *, fewest_heads: int = 1, tp_sizes: Sequence[int] = (), block: int = 1
 ) -> PretrainedConfig:
     """Copy a causal language model's config with 2 layers or as few as show every kind, narrow, few words.
 
@@ -77,6 +77,7 @@ def shrink_config(
         config: the user's; not changed.
         fewest_heads: query heads to keep at least, if the model has them.
         tp_sizes: numbers of ranks that are each to share the copy evenly, if they can share the model's own heads.
+        block: a rank's part of a width is to be a multiple of this.
 
     Raises:
         ConfigError: a model of more than text.
@@ -86,7 +87,7 @@ def shrink_config(
         raise ConfigError(
             f"model_name_or_path: {config.model_type} is more than a text model; give the folder of a text-only one"
         )
-    head_dim = _shrink_heads(values, fewest_heads, tp_sizes)
+    head_dim = _shrink_heads(values, fewest_heads, tp_sizes, block)
     _shrink_latent_attention(values)
     _shrink_state_space(values)
     _shrink_rotary(values, head_dim)
@@ -118,7 +119,7 @@ def _without(values: dict[str, Any], names: str) -> ConfigError:
     )
 
 
-def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_sizes: Sequence[int]) -> int:
+def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_sizes: Sequence[int], block: int) -> int:
     """Heads, width and feed-forward; returns the head dimension."""
     hidden_name, heads_name = _first(values, _HIDDEN_SIZE), _first(values, _QUERY_HEADS)
     if hidden_name is None or heads_name is None:
@@ -142,11 +143,14 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_sizes: Sequence[
 
     explicit = values.get("head_dim") is not None
     head_dim = values["head_dim"] if explicit else hidden // heads
+    ranks = math.lcm(*tp_sizes)
     new_head_dim = 16 if new_heads <= 8 else 8
+    while new_heads * new_head_dim % (block * ranks) and block > 1:
+        new_head_dim += 8
     new_hidden = new_heads * new_head_dim
     latent = values.get("kv_lora_rank") is not None
     if explicit and head_dim * heads != hidden and not latent:
-        new_hidden = 64 if new_hidden != 64 else 96
+        new_hidden = _multiple(64 if new_hidden != 64 else 96, block)
 
     values[hidden_name], values[heads_name] = new_hidden, new_heads
     if kv_name:
@@ -162,11 +166,12 @@ def _shrink_heads(values: dict[str, Any], fewest_heads: int, tp_sizes: Sequence[
             layer["head_dim"] = layer["head_dim"] * new_head_dim // head_dim
     for name in _INTERMEDIATE_SIZE:
         if values.get(name) is not None:
-            values[name] = _multiple(2 * new_hidden, math.lcm(*tp_sizes))
+            values[name] = _multiple(2 * new_hidden, ranks * block)
     for name in (*_EXPERT_SIZE, *_SIDE_SIZES):
         if values.get(name):
-            ranks = math.lcm(*tp_sizes)
-            values[name] = _multiple(new_hidden // 2, ranks * _EXPERT_MULTIPLE if ranks > 1 else 1)
+            values[name] = _multiple(
+                new_hidden // 2, ranks * max(_EXPERT_MULTIPLE, block) if ranks > 1 else block
+            )
     return new_head_dim
 
 

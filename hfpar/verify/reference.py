@@ -35,13 +35,23 @@ _SPREAD = 0.06
 """Standard deviation of the weights: attention scores then differ from token to token."""
 
 
+Pieces = dict[str, list[tuple[slice, ...]]]
+"""By a layer's name: the parts of its weight that are quantized by themselves."""
+
+
 def build_checkpoint(
-    config: Any, folder: Path, seed: int = 0, *, fewest_heads: int = 1, tp_sizes: Sequence[int] = ()
+    config: Any,
+    folder: Path,
+    seed: int = 0,
+    *,
+    fewest_heads: int = 1,
+    tp_sizes: Sequence[int] = (),
+    block: int = 1,
 ) -> None:
     """Write a shrunk model with random weights: vectors too (norms, biases, sinks), which otherwise start at 0 or 1."""
     from transformers import AutoModelForCausalLM
 
-    small = shrink_config(config, fewest_heads=fewest_heads, tp_sizes=tp_sizes)
+    small = shrink_config(config, fewest_heads=fewest_heads, tp_sizes=tp_sizes, block=block)
     if getattr(small, "initializer_range", None) is not None:
         small.initializer_range = max(small.initializer_range, _SPREAD)
     torch.manual_seed(seed)
@@ -55,7 +65,11 @@ def build_checkpoint(
 
 
 def load_plain(
-    folder: Path, adapter_state: dict[str, Tensor] | None, *, quantization: str | None = None
+    folder: Path,
+    adapter_state: dict[str, Tensor] | None,
+    *,
+    quantization: str | None = None,
+    pieces: Pieces | None = None,
 ) -> Any:
     """The model as Transformers loads it; with adapters, as PEFT puts them on; quantized, as bitsandbytes does it."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -72,10 +86,27 @@ def load_plain(
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=plain_attention(folder), **options
     )
+    if quantization is not None and pieces:
+        _quantize_pieces(model, folder, quantization, pieces)
     if adapter_state is not None:
         model = add_plain_lora(model)
         set_parameters(model, adapter_state)
     return model.train()
+
+
+def _quantize_pieces(model: Any, folder: Path, quantization: str, pieces: Pieces) -> None:
+    """Put the numbers of weights that are quantized in pieces into plain layers."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, places in pieces.items():
+        layer = whole.get_submodule(name).requires_grad_(False)
+        for place in places:
+            piece = layer.weight[place].contiguous()
+            options = {"blocksize": 64, "quant_type": quantization, "compress_statistics": True}
+            layer.weight[place] = dequantize_4bit(*quantize_4bit(piece, **options))
+        model.set_submodule(name, layer)
 
 
 def plain_attention(folder: Path) -> str:
@@ -176,6 +207,7 @@ def run_reference(
     adapter_state: dict[str, Tensor] | None,
     device: torch.device,
     quantization: str | None = None,
+    pieces: Pieces | None = None,
 ) -> dict[str, Any]:
     """Train one optimizer step a window, in one process.
 
@@ -185,12 +217,13 @@ def run_reference(
         adapter_state: None for full fine-tuning.
         device: where to.
         quantization: of the base, `nf4` or `fp4`.
+        pieces: of weights that aren't quantized whole.
 
     Returns:
         `initial` (every parameter), `decayed` (names) and `steps`, each with `loss`, `grad_norm`, `gradients`
         and `parameters` (after the step).
     """
-    model = load_plain(folder, adapter_state, quantization=quantization).to(device)
+    model = load_plain(folder, adapter_state, quantization=quantization, pieces=pieces).to(device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
     decayed = {name for name, p in named if p.dim() >= 2}

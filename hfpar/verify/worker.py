@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from hfpar.accelerator import prepare_deepspeed
 from hfpar.attention import interface
@@ -19,10 +20,12 @@ from hfpar.engine.base import Engine
 from hfpar.engine.build import build_engine
 from hfpar.errors import ConfigError
 from hfpar.models.adapters import add_lora
-from hfpar.models.load import load_model, load_model_config, resolve_folder
-from hfpar.models.quantization import Quantization
+from hfpar.models.load import load_model, load_model_config, resolve_folder, skeleton
+from hfpar.models.quantization import Quantization, quantize_skeleton
+from hfpar.models.quantized import BLOCK, quantized_weights
 from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
+from hfpar.parallel.plan import plan_model
 from hfpar.train import loss
 from hfpar.train.step import train_step
 from hfpar.verify.cells import Cell, Errors, layout_sizes
@@ -32,6 +35,7 @@ from hfpar.verify.processes import Worker
 from hfpar.verify.reference import (
     LORA,
     MAX_GRAD_NORM,
+    Pieces,
     build_checkpoint,
     draw_adapter_state,
     make_optimizer,
@@ -64,7 +68,8 @@ def prepare_references(
     checkpoint = folder / "checkpoint"
     config = load_model_config(_model_folder(model_name_or_path, folder))
     config.save_pretrained(folder / "original")
-    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads, tp_sizes=tp_sizes)
+    block = BLOCK if set(adapters) & set(QUANTIZATIONS) else 1
+    build_checkpoint(config, checkpoint, fewest_heads=fewest_heads, tp_sizes=tp_sizes, block=block)
     windows = make_windows(load_model_config(checkpoint).vocab_size)
     device = torch.device(worker.device_type)
     for adapter in adapters:
@@ -72,8 +77,39 @@ def prepare_references(
         state = draw_adapter_state(checkpoint) if adapter != "full" else None
         if state is not None:
             torch.save(state, folder / "adapter_state.pt")
-        reference = run_reference(checkpoint, windows, state, device, QUANTIZATIONS.get(adapter))
-        torch.save(reference, folder / f"reference_{adapter}.pt")
+        quantization = QUANTIZATIONS.get(adapter)
+        torch.save(
+            run_reference(checkpoint, windows, state, device, quantization),
+            folder / f"reference_{adapter}.pt",
+        )
+        for tp_size in tp_sizes if quantization is not None else ():
+            pieces = pieces_of(load_model_config(checkpoint), tp_size)
+            if pieces:
+                in_pieces = run_reference(checkpoint, windows, state, device, quantization, pieces)
+                torch.save(in_pieces, folder / f"reference_{adapter}_tp{tp_size}.pt")
+
+
+def pieces_of(config: PretrainedConfig, tp_size: int) -> Pieces:
+    """The weights that this many tp ranks cut through blocks of 4-bit numbers, so that each quantizes its own part."""
+    if tp_size == 1:
+        return {}
+    model = skeleton(config, dtype=torch.float32)
+    quantize_skeleton(model, Quantization("nf4"))
+    try:
+        cuts = plan_model(model, tp_size).cuts
+    except ConfigError:
+        return {}  # the cells are refused
+    names = {module: name for name, module in model.named_modules()}
+    pieces = {}
+    for owner, leaf, cut in cuts:
+        weight = quantized_weights(owner).get(leaf)
+        if weight is not None and weight.part(cut, 0).cuts_through_blocks:
+            ranks = range(0, tp_size, cut.copies)
+            assert all(len(cut.slices(rank)) == 1 for rank in ranks), (
+                f"{names[owner]} is cut into several pieces"
+            )
+            pieces[names[owner]] = [cut.slices(rank)[0] for rank in ranks]
+    return pieces
 
 
 def _model_folder(model_name_or_path: str | None, folder: Path) -> Path:
@@ -140,7 +176,9 @@ def make_layout(worker: Worker, cell: Cell) -> Layout:
 
 def run_cell(worker: Worker, cell: Cell, layout: Layout, folder: Path) -> Errors:
     """One row of the table, as this rank sees it."""
-    reference = torch.load(folder / f"reference_{cell.adapter}.pt", weights_only=True)
+    in_pieces = folder / f"reference_{cell.adapter}_tp{layout.tp_size}.pt"
+    whole = folder / f"reference_{cell.adapter}.pt"
+    reference = torch.load(in_pieces if in_pieces.is_file() else whole, weights_only=True)
     device = torch.device(f"cuda:{worker.rank}" if worker.device_type == "cuda" else "cpu")
     checkpoint = folder / "checkpoint"
     windows = deal(make_windows(load_model_config(checkpoint).vocab_size), layout.dp_size)
