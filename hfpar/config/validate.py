@@ -51,6 +51,7 @@ _NOT_EMPTY = (
     "token_cache",
     "lora_target_modules",
     "modules_to_save",
+    "llm_int8_skip_modules",
     "output_dir",
     "report_to",
 )
@@ -65,6 +66,7 @@ def validate(config: SFTConfig) -> None:
     _check_numbers(config)
     _check_text(config)
     _check_lora(config)
+    _check_quantization(config)
     _check_data(config)
     _check_batches(config)
     _check_schedule(config)
@@ -144,6 +146,28 @@ def _check_lora(config: SFTConfig) -> None:
                 f"{field.name}: {show(value)} without lora_r, so that all weights would be trained; set lora_r, "
                 f"or leave {field.name} out"
             )
+
+
+_FOUR_BIT = ("nf4", "fp4")
+
+
+def _check_quantization(config: SFTConfig) -> None:
+    method = config.quantization
+    if method not in (None, "none") and not config.lora_r:
+        raise ConfigError(
+            f"quantization: {method} without lora_r; a quantized base can't be trained itself: set lora_r, such as 16, "
+            "or leave quantization out"
+        )
+    for name in ("bnb_4bit_use_double_quant", "bnb_4bit_quant_storage"):
+        value = getattr(config, name)
+        if value not in (None, "auto") and method is not None and method not in _FOUR_BIT:
+            raise ConfigError(
+                f"{name}: {show(value)} is of nf4 and fp4, not of quantization: {method}; leave it out"
+            )
+    if method == "none":
+        for name in ("bnb_4bit_compute_dtype", "llm_int8_skip_modules"):
+            if getattr(config, name) not in (None, "auto"):
+                raise ConfigError(f"{name}: {show(getattr(config, name))} without quantization; leave it out")
 
 
 _TAKEN_BY_RENDERING = (

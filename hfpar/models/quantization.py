@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import PretrainedConfig
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
 from hfpar.errors import ConfigError, MissingDependencyError
-from hfpar.models.quantized import EightBit, Format, FourBit, QuantizedWeight, hold_quantized
+from hfpar.models.formats import MXFP4, EightBit, Format, FourBit
+from hfpar.models.quantized import QuantizedWeight, hold_quantized
 
 FOUR_BIT = ("nf4", "fp4")
 _PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,7 +31,7 @@ class Quantization:
     """How the weights of linear layers are held."""
 
     method: str
-    """nf4, fp4 or int8."""
+    """nf4, fp4, int8 or mxfp4."""
     double_quant: bool = True
     compute_dtype: torch.dtype | None = None
     """None: the weights'."""
@@ -42,68 +44,84 @@ class Quantization:
     @property
     def format(self) -> Format:
         """Of a weight."""
+        if self.method == "mxfp4":
+            return MXFP4()
         return EightBit() if self.method == "int8" else FourBit(self.method, self.double_quant)
 
 
-def quantize_skeleton(model: Any, quantization: Quantization) -> list[str]:
-    """Hold a model's linear layers in few bits, but for the head and what is to be skipped.
+def quantize_skeleton(model: Any, quantization: Quantization) -> None:
+    """Hold a model's linear layers and experts in few bits, but for the head and what is to be skipped.
 
     Args:
         model: of Transformers, without adapters, on the meta device.
         quantization: how.
 
-    Returns:
-        The names of the layers.
-
     Raises:
         ConfigError: nothing to quantize, or a name to skip that no module has.
     """
-    names = layers_to_quantize(model, quantization.skip_modules)
-    for name in names:
+    chosen = experts_to_quantize(model, quantization.skip_modules)
+    if quantization.method != "mxfp4":
+        chosen = [
+            *((name, "weight") for name in layers_to_quantize(model, quantization.skip_modules)),
+            *(() if quantization.is_stored else chosen),  # bitsandbytes stores none
+        ]
+    for name, leaf in chosen:
         module = model.get_submodule(name)
-        parameter = module.weight
+        parameter = module._parameters[leaf]
         weight = QuantizedWeight(
             quantization.format,
             tuple(parameter.shape),
             parameter.dtype,
             quantization.compute_dtype or parameter.dtype,
             quantization.storage_dtype,
+            is_stored=quantization.is_stored,
         )
-        hold_quantized(module, "weight", weight)
-    return names
+        hold_quantized(module, leaf, weight)
 
 
-def layers_to_quantize(model: Any, skip_modules: tuple[str, ...] | list[str] = ()) -> list[str]:
+def layers_to_quantize(model: Any, skip_modules: Sequence[str] = ()) -> list[str]:
     """The linear layers of a model by name, but for the head, what Transformers keeps in fp32, and what is skipped.
 
     Raises:
         ConfigError: there are none, or a name to skip that no module has.
     """
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    all_names = [name for name, _ in model.named_modules()]
-    for skipped in skip_modules:
-        if all(should_convert_module(name, [skipped]) for name in all_names if name):
-            raise ConfigError(
-                f"llm_int8_skip_modules: {skipped} matches no module of {type(model).__name__}; leave it out"
-            )
-    fp32 = [
-        name
-        for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for name in getattr(model, key, None) or ()
-    ]
-    patterns = [*skip_modules, *fp32]
     head = model.get_output_embeddings()
     names = [
         name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and should_convert_module(name, patterns)
+        for name, module in _not_skipped(model, skip_modules)
+        if type(module) is nn.Linear and module is not head
     ]
     if not names:
         raise ConfigError(
             f"quantization: {type(model).__name__} has no linear layers to quantize; leave quantization out"
         )
     return names
+
+
+def experts_to_quantize(model: Any, skip_modules: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """(module, parameter) of the matrices of all experts together: what bitsandbytes alone leaves as it is."""
+    return [
+        (name, leaf)
+        for name, module in _not_skipped(model, skip_modules)
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter.dim() == 3 and parameter.is_floating_point()
+    ]
+
+
+def _not_skipped(model: Any, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    modules = dict(model.named_modules())
+    for skipped in skip_modules:
+        if all(should_convert_module(name, [skipped]) for name in modules if name):
+            raise ConfigError(
+                f"llm_int8_skip_modules: {skipped} matches no module of {type(model).__name__}; leave it out"
+            )
+    keys = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    fp32 = [name for key in keys for name in getattr(model, key, None) or ()]
+    for name, module in modules.items():
+        if should_convert_module(name, [*skip_modules, *fp32]):
+            yield name, module
 
 
 # From settings
@@ -135,22 +153,74 @@ def find_quantization(
         ConfigError: a combination that can't be trained, or another one than the checkpoint holds.
         MissingDependencyError: bitsandbytes isn't installed.
     """
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None:
-        raise ConfigError(
-            "model_name_or_path: the checkpoint is quantized, which can't be trained; use the unquantized model"
-        )
-    if choice.method in (None, "none"):
-        return None
-    check_bitsandbytes(choice.method)
     precision = _PRECISION.get(settings.mixed_precision, dtype)
     compute_dtype = precision if choice.compute_dtype == "auto" else _STORAGE[choice.compute_dtype]
+    stored = getattr(config.get_text_config(), "quantization_config", None) or getattr(
+        config, "quantization_config", None
+    )
+    if stored is not None:
+        return _stored_quantization(choice, stored, compute_dtype, settings, dtype)
+    if choice.method in (None, "none"):
+        return None
+    if choice.method == "mxfp4":
+        raise ConfigError(
+            "quantization: mxfp4 is for checkpoints that hold it, such as GPT-OSS, which this one doesn't; use nf4"
+        )
+    check_bitsandbytes(choice.method)
+    check_bitsandbytes(choice.method)
     return Quantization(
         choice.method,
         double_quant=choice.double_quant is not False,
         compute_dtype=compute_dtype,
         storage_dtype=_storage_dtype(choice.storage, settings, dtype),
         skip_modules=tuple(choice.skip_modules or ()),
+    )
+
+
+def _stored_quantization(
+    choice: QuantizationChoice,
+    stored: Any,
+    compute_dtype: torch.dtype,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+) -> Quantization:
+    """What a checkpoint holds, if that is what the user asked for."""
+    values = stored if isinstance(stored, dict) else stored.to_dict()
+    kind = getattr(values.get("quant_method"), "value", values.get("quant_method"))
+    if kind == "mxfp4":
+        held = "mxfp4"
+    elif kind == "bitsandbytes" or values.get("load_in_4bit") or values.get("load_in_8bit"):
+        held = "int8" if values.get("load_in_8bit") else values.get("bnb_4bit_quant_type", "fp4")
+        check_bitsandbytes(held)
+    else:
+        raise ConfigError(
+            f"model_name_or_path: the checkpoint is quantized by {kind}, on which hfpar can't train adapters; use the "
+            "unquantized model with quantization: nf4"
+        )
+    if choice.method not in (None, held):
+        raise ConfigError(
+            f"quantization: {choice.method}, but the checkpoint holds {held}; leave it out, or use the unquantized "
+            "model"
+        )
+    double_quant = bool(values.get("bnb_4bit_use_double_quant"))
+    if choice.double_quant not in (None, double_quant) and held in FOUR_BIT:
+        raise ConfigError(
+            f"bnb_4bit_use_double_quant: {str(choice.double_quant).lower()}, but the checkpoint was quantized with "
+            f"{str(double_quant).lower()}; leave it out"
+        )
+    skip = values.get("llm_int8_skip_modules" if held != "mxfp4" else "modules_to_not_convert") or ()
+    if choice.skip_modules is not None:
+        raise ConfigError(
+            f"llm_int8_skip_modules: {', '.join(choice.skip_modules)}, but the checkpoint is quantized already; leave "
+            "it out"
+        )
+    return Quantization(
+        held,
+        double_quant,
+        compute_dtype,
+        _storage_dtype(choice.storage, settings, dtype),
+        tuple(skip) if held != "mxfp4" else (),
+        is_stored=True,
     )
 
 
@@ -170,6 +240,30 @@ def check_bitsandbytes(method: str) -> None:
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"quantization: {method}: bitsandbytes can't be loaded: {reason}") from error
+
+
+def check_device(method: str, device: torch.device) -> None:
+    """Refuse a device on which bitsandbytes can't dequantize: a block is tried.
+
+    Raises:
+        ConfigError: names the device and the reason.
+    """
+    if method not in FOUR_BIT:
+        return
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    numbers = torch.ones(1, 64, device=device)
+    try:
+        back = dequantize_4bit(*quantize_4bit(numbers, blocksize=64, quant_type=method))
+        works = bool(torch.equal(back, numbers))
+        reason = "its numbers come out wrong"
+    except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+        works, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
+    if not works:
+        raise ConfigError(
+            f"quantization: {method}: bitsandbytes has no working backend for {device.type} ({reason}); install one "
+            "that has, or leave quantization out"
+        )
 
 
 def _storage_dtype(name: str, settings: EngineSettings, dtype: torch.dtype) -> torch.dtype:

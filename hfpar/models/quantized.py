@@ -14,134 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut
-
-BLOCK = 64
-"""Numbers that share a scale in 4 bits (bitsandbytes' default)."""
-NESTED_BLOCK = 256
-"""Scales that share a scale under double quantization."""
-_BLOCKS_PER_ROW = 4
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """nf4 or fp4 of bitsandbytes. A row of bytes holds 256 numbers of the flat weight."""
-
-    quant_type: str
-    double_quant: bool
-
-    @property
-    def name(self) -> str:
-        """As in the settings."""
-        return self.quant_type
-
-    def num_rows(self, shape: tuple[int, ...]) -> int:
-        """Rows of bytes of a weight of `shape`."""
-        return -(-math.prod(shape) // (BLOCK * _BLOCKS_PER_ROW))
-
-    def row_bytes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Of a row's numbers, and of its scales."""
-        return BLOCK * _BLOCKS_PER_ROW // 2, _BLOCKS_PER_ROW * (1 if self.double_quant else 4)
-
-    def numbers(self, rows: slice, shape: tuple[int, ...]) -> tuple[int, int]:
-        """First and last + 1 of the flat weight's numbers in rows of bytes."""
-        per_row, total = BLOCK * _BLOCKS_PER_ROW, math.prod(shape)
-        return min(rows.start * per_row, total), min(rows.stop * per_row, total)
-
-    def cut_of_statistics(self, cut: Cut, shape: tuple[int, ...]) -> Cut | None:
-        """How a cut of a weight of `shape` deals its blocks, as [rows, blocks in a row]; None: it cuts through them."""
-        trail = math.prod(shape[cut.dim + 1 :])
-        borders = [border * trail for ranges in cut.ranges for pair in ranges for border in pair]
-        lead = math.prod(shape[: cut.dim])
-        if any(border % BLOCK for border in borders) or (lead > 1 and cut.size * trail % BLOCK):
-            return None
-        ranges = tuple(
-            tuple((first * trail // BLOCK, last * trail // BLOCK) for first, last in own)
-            for own in cut.ranges
-        )
-        return Cut(1, -(-cut.size * trail // BLOCK), ranges, cut.copies)
-
-    def dequantize(
-        self,
-        weight: QuantizedWeight,
-        packed: Tensor,
-        scales: Tensor,
-        nested: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """The numbers that all rows of bytes stand for."""
-        import bitsandbytes  # noqa: F401 - its operators
-
-        num_blocks = -(-weight.numel // BLOCK)
-        if not self.double_quant:
-            absmax = scales.flatten().view(torch.float32)[:num_blocks]
-        else:
-            assert nested is not None
-            statistics = nested.view(torch.float32)
-            absmax = self._dequantize_scales(weight, scales.flatten()[:num_blocks], statistics[:-1])
-            absmax = absmax + statistics[-1]
-        flat = packed.flatten()[: -(-weight.numel // 2)]
-        result: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-            flat, absmax, BLOCK, self.quant_type, weight.shape, dtype
-        )
-        return result
-
-    def _dequantize_scales(self, weight: QuantizedWeight, scales: Tensor, nested_scales: Tensor) -> Tensor:
-        code = _dynamic_code(scales.device)
-        if weight.statistics_cut is None:
-            result: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
-                scales, nested_scales, code, NESTED_BLOCK, torch.float32
-            )
-            return result
-        number = weight.statistics_cut.take(_block_numbers(weight, scales.device), weight.tp_rank).flatten()
-        return code[scales.long()] * nested_scales[number // NESTED_BLOCK]
-
-
-@dataclass(frozen=True)
-class EightBit:
-    """int8 of bitsandbytes: a scale for each row of the weight, which is a row of bytes."""
-
-    @property
-    def name(self) -> str:
-        """As in the settings."""
-        return "int8"
-
-    def num_rows(self, shape: tuple[int, ...]) -> int:
-        """Rows of bytes of a weight of `shape`."""
-        return math.prod(shape[:-1])
-
-    def row_bytes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Of a row's numbers, and of its scale."""
-        return shape[-1], 4
-
-    def numbers(self, rows: slice, shape: tuple[int, ...]) -> tuple[int, int]:
-        """First and last + 1 of the flat weight's numbers in rows of bytes."""
-        return rows.start * shape[-1], rows.stop * shape[-1]
-
-    def cut_of_statistics(self, cut: Cut, shape: tuple[int, ...]) -> Cut | None:
-        """None: a rank has its rows' scales, also where it has a part of their columns."""
-        return None
-
-    def dequantize(
-        self,
-        weight: QuantizedWeight,
-        packed: Tensor,
-        scales: Tensor,
-        nested: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """The numbers that all rows of bytes stand for."""
-        factors = scales.view(torch.float32).mul(1.0 / 127.0)
-        return packed.view(torch.int8).to(dtype).mul_(factors).view(weight.shape)
-
-
-Format = FourBit | EightBit
+from hfpar.models.formats import BLOCK, MX_BLOCK, MXFP4, NESTED_BLOCK, Format, FourBit
 
 
 @dataclass(frozen=True)
@@ -159,6 +39,8 @@ class QuantizedWeight:
     cut: Cut | None = None
     """If it is a part for a tp rank."""
     tp_rank: int = 0
+    is_stored: bool = False
+    """Whether the checkpoint holds these bytes."""
     statistics_cut: Cut | None = None
     """Which blocks of the whole weight this part has, if the statistics are the whole weight's."""
 
@@ -186,7 +68,11 @@ class QuantizedWeight:
     @property
     def cuts_through_blocks(self) -> bool:
         """Whether the numbers depend on the cut: each part is quantized by itself."""
-        return isinstance(self.format, FourBit) and self.cut is not None and self.statistics_cut is None
+        if self.cut is None:
+            return False
+        if isinstance(self.format, MXFP4) and self.cut.dim == 1:
+            return any(border % MX_BLOCK for ranges in self.cut.ranges for pair in ranges for border in pair)
+        return isinstance(self.format, FourBit) and self.statistics_cut is None
 
     def empty_bytes(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Rows of bytes of the right shape: of numbers, and of scales."""
@@ -212,20 +98,6 @@ class QuantizedWeight:
         with torch.no_grad():
             packed, scales = packed.detach().view(torch.uint8), scales.detach().view(torch.uint8)
             return self.format.dequantize(self, packed, scales, nested, dtype)
-
-
-@lru_cache
-def _dynamic_code(device: torch.device) -> Tensor:
-    from bitsandbytes.functional import create_dynamic_map
-
-    return create_dynamic_map().to(device)
-
-
-def _block_numbers(weight: QuantizedWeight, device: torch.device) -> Tensor:
-    """Of the whole weight, [rows, blocks in a row] as `statistics_cut` has them."""
-    assert weight.statistics_cut is not None
-    total = -(-math.prod(weight.whole_shape) // BLOCK)
-    return torch.arange(total, device=device).view(-1, weight.statistics_cut.size)
 
 
 # Modules
@@ -275,7 +147,35 @@ def cut_quantized(module: nn.Module, name: str, cut: Cut, tp_rank: int) -> None:
     """Leave a tp rank its part of a held weight that isn't filled yet."""
     weight = quantized_weights(module)[name]
     assert module._parameters[f"{name}_packed"].is_meta  # type: ignore[union-attr]
-    _set_weight(module, name, weight.part(cut, tp_rank))
+    part = weight.part(cut, tp_rank)
+    if part.is_stored and part.cuts_through_blocks:
+        raise ConfigError(
+            f"tp_size: {len(cut.ranges)} ranks would cut through the blocks in which the checkpoint is quantized "
+            f"(a {weight.format.name} weight of {' x '.join(map(str, weight.shape))}); use another tp_size, or the "
+            "unquantized model"
+        )
+    _set_weight(module, name, part)
+
+
+# What others see
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """A module's own weights: parameters, but for bytes, and what bytes stand for."""
+    held = quantized_weights(module)
+    of_bytes = {f"{name}_{kind}" for name in held for kind in ("packed", "scales")}
+    there = [name for name, parameter in module._parameters.items() if parameter is not None]
+    return [*held, *(name for name in there if name not in of_bytes)]
+
+
+def weight_shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """Of a module's own weight, on this rank before an engine cuts it."""
+    held = quantized_weights(module).get(name)
+    if held is not None:
+        return held.shape
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return tuple(parameter.shape)
 
 
 def dequantized(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -334,19 +234,19 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 def _read_as_property(module: nn.Module, name: str) -> None:
     """Give one module a class of its own in which a weight is dequantized, once a forward."""
+    original = type(module)
     cache = f"_{name}_in_forward"
 
     def read(self: nn.Module) -> Tensor:
         kept: Tensor | None = self.__dict__.get(cache)
         return dequantized(self, name) if kept is None else kept
 
-    def keep(self: nn.Module, args: Any) -> None:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Not by hooks: an engine's own, which gather the bytes, must come before.
         self.__dict__[cache] = dequantized(self, name)
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            del self.__dict__[cache]
 
-    def drop(self: nn.Module, args: Any, output: Any) -> None:
-        self.__dict__.pop(cache, None)
-
-    original = type(module)
-    module.__class__ = type(original.__name__, (original,), {name: property(read)})
-    module.register_forward_pre_hook(keep)
-    module.register_forward_hook(drop, always_call=True)
+    module.__class__ = type(original.__name__, (original,), {name: property(read), "forward": forward})

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hfpar.models.quantized import BLOCK, NESTED_BLOCK, EightBit, FourBit, QuantizedWeight
+from hfpar.errors import ConfigError
+from hfpar.models.formats import BLOCK, MX_BLOCK, MXFP4, NESTED_BLOCK, EightBit, FourBit, dynamic_code
+from hfpar.models.quantized import QuantizedWeight
 
 ReadRows = Callable[[slice], Tensor]
 """Rows, along dimension 0, of this tp rank's part of a stored weight."""
@@ -47,6 +49,7 @@ def quantize_rows(
         sharers: who else has a part.
         device: where it is quantized.
     """
+    assert not isinstance(weight.format, MXFP4), "only stored"
     first, last = weight.format.numbers(rows, weight.shape)
     per_index = math.prod(weight.shape[1:])
     begin, end = first // per_index, -(-last // per_index)
@@ -56,6 +59,90 @@ def quantize_rows(
     if isinstance(weight.format, EightBit):
         return _eight_bits(weight, flat.view(-1, weight.shape[-1]), sharers)
     return _four_bits(weight, weight.format, rows, flat, sharers)
+
+
+ReadStored = Callable[[str, tuple[slice, ...] | None], Tensor]
+"""A tensor that a checkpoint holds for a weight, by what its name ends with; whole, or a slice of it."""
+
+
+def stored_rows(weight: QuantizedWeight, rows: slice, read: ReadStored) -> Bytes:
+    """Rows of bytes of a weight that the checkpoint holds quantized.
+
+    Raises:
+        ConfigError: bytes of another kind than the checkpoint's config says.
+    """
+    if isinstance(weight.format, MXFP4):
+        return _stored_mxfp4(weight, rows, read)
+    packed, scales, nested = read("", None), None, None
+    if isinstance(weight.format, EightBit):
+        packed, scales = packed.view(torch.uint8), read(".SCB", None).float().unsqueeze(1)
+        if weight.cut is not None:
+            packed = weight.cut.take(packed, weight.tp_rank)
+            scales = weight.cut.take(scales, weight.tp_rank) if weight.cut.dim == 0 else scales
+        return Bytes(packed[rows].clone(), scales.contiguous().view(torch.uint8)[rows].clone(), None)
+    numbers, width = weight.format.row_bytes(weight.shape)
+    packed, scales = packed.flatten().view(torch.uint8), read(".absmax", None)
+    if weight.format.double_quant:
+        nested = _stored_statistics(weight, read)
+    scales = scales.view(torch.uint8)
+    if weight.statistics_cut is not None:
+        packed = _take_blocks(weight, packed, BLOCK // 2)
+        scales = _take_blocks(weight, scales, width * BLOCK // (2 * numbers))
+    parts = [
+        _filled_up(part, weight.format.num_rows(weight.shape), size)[rows].clone()
+        for part, size in ((packed, numbers), (scales, width))
+    ]
+    return Bytes(parts[0], parts[1], nested)
+
+
+def _take_blocks(weight: QuantizedWeight, flat: Tensor, block_bytes: int) -> Tensor:
+    cut = weight.statistics_cut
+    assert cut is not None
+    return cut.take(flat.view(-1, cut.size, block_bytes), weight.tp_rank).flatten()
+
+
+def _filled_up(flat: Tensor, num_rows: int, width: int) -> Tensor:
+    """Bytes in rows, the last one filled up with zeros."""
+    filled = flat.new_zeros(num_rows * width)
+    filled[: len(flat)] = flat
+    return filled.view(num_rows, width)
+
+
+def _stored_statistics(weight: QuantizedWeight, read: ReadStored) -> Tensor:
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+    code = read(".nested_quant_map", None)
+    if not torch.equal(code, dynamic_code(code.device)):
+        raise ConfigError(
+            "model_name_or_path: the checkpoint's scales are quantized by another map than bitsandbytes'"
+        )
+    offset = unpack_tensor_to_dict(read(f".quant_state.bitsandbytes__{weight.format.name}", None))[
+        "nested_offset"
+    ]
+    return torch.cat([read(".nested_absmax", None).float(), torch.tensor([offset])]).view(torch.uint8)
+
+
+def _stored_mxfp4(weight: QuantizedWeight, rows: slice, read: ReadStored) -> Bytes:
+    """Stored as blocks [E, out, in / 32, 16] and scales [E, out, in / 32]."""
+    outputs = weight.shape[2]
+    begin, end = rows.start // outputs, -(-rows.stop // outputs)
+    experts = slice(begin, end) if rows.stop > rows.start else slice(0, 0)
+    indices: list[tuple[slice, ...]] = [(experts,)]
+    if weight.cut is not None:
+        ranges = weight.cut.ranges[weight.tp_rank]
+        if weight.cut.dim == 2:
+            indices = [(experts, slice(first, last)) for first, last in ranges]
+        else:
+            indices = [
+                (experts, slice(None), slice(first // MX_BLOCK, last // MX_BLOCK)) for first, last in ranges
+            ]
+    dim = 1 if weight.cut is None or weight.cut.dim == 2 else 2
+    inside = slice(rows.start - begin * outputs, rows.stop - begin * outputs)
+    packed, scales = (
+        torch.cat([read(name, index) for index in indices], dim).flatten(0, 1).flatten(1)[inside].contiguous()
+        for name in ("_blocks", "_scales")
+    )
+    return Bytes(packed, scales, None)
 
 
 def _eight_bits(weight: QuantizedWeight, values: Tensor, sharers: Sharers) -> Bytes:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hfpar.errors import ConfigError
 from hfpar.models.cuts import cuts_of
-from hfpar.models.quantized import QuantizedWeight, quantized_weights
-from hfpar.models.quantized_fill import Sharers, quantize_rows
+from hfpar.models.quantized import QuantizedWeight, quantized_weights, weight_names
+from hfpar.models.quantized_fill import ReadRows, ReadStored, Sharers, quantize_rows, stored_rows
 from hfpar.models.stored import (
     SafetensorsSource,
     WeightPart,
@@ -63,33 +64,28 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, filling: Filling) -> No
     """
     modules = dict(model.named_modules())
     pending = {
-        prefix: [
-            name
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.is_meta
-        ]
+        prefix: [name for name in weight_names(module) if _is_pending(module, name)]
         for prefix, module in modules.items()
     }
     if not any(pending.values()):
         return
     buffers = persistent_buffers(model)
     stored_names = _stored_names(model)
-    names = [
-        _join(prefix, name) for prefix, own in pending.items() for name in _weight_names(modules[prefix], own)
-    ]
+    names = [_join(prefix, name) for prefix, own in pending.items() for name in own]
     wanted = {name: stored_names[checkpoint_key(name)] for name in (*names, *buffers)}
     source = _source_of(model, folder, wanted)
     owners, cuts = _owners(model), cuts_of(model)
     for prefix, own in pending.items():
         module = modules[prefix]
-        for name in _weight_names(module, own):
+        for name in own:
             full_name = _join(prefix, name)
             found = source.find(wanted[full_name])
             cut = cuts.get(full_name)
             if name in quantized_weights(module):
                 weight = quantized_weights(module)[name]
                 read = partial(_read_rows, source, found, weight, filling.tp_rank)
-                _fill_quantized(module, name, read, filling)
+                read_stored = partial(_read_stored, source, found)
+                _fill_quantized(module, name, read, read_stored, filling)
                 continue
             parameter = module._parameters[name]
             assert parameter is not None
@@ -106,11 +102,9 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, filling: Filling) -> No
         buffer.copy_(source.read(source.find(wanted[name]), WeightPart(buffer, None, filling.tp_rank)))
 
 
-def _weight_names(module: nn.Module, pending: list[str]) -> list[str]:
-    """The weights that parameters of a module belong to: themselves, or the held one whose bytes they are."""
-    held = quantized_weights(module)
-    of_bytes = {f"{name}_{kind}": name for name in held for kind in ("packed", "scales")}
-    return list(dict.fromkeys(of_bytes.get(name, name) for name in pending))
+def _is_pending(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters[f"{name}_packed" if name in quantized_weights(module) else name]
+    return parameter is not None and parameter.is_meta
 
 
 def _join(prefix: str, name: str) -> str:
@@ -122,6 +116,11 @@ def _source_of(model: nn.Module, folder: Path, wanted: dict[str, list[str]]) -> 
     strange = next((name for name, names in wanted.items() if source.find(names) is None), None)
     if strange is None:
         return source
+    if any(weight.is_stored for module in model.modules() for weight in quantized_weights(module).values()):
+        raise ConfigError(
+            f"model_name_or_path: {folder} doesn't hold {checkpoint_key(strange)} in a form that hfpar reads of "
+            "quantized checkpoints; use the unquantized model"
+        )
     if dist.get_rank() == 0:
         logger.warning(
             "model_name_or_path: %s doesn't hold %s in that form; every process reads the whole model into "
@@ -151,14 +150,25 @@ def _read_rows(
     return source.read(found, WeightPart(like, weight.cut, tp_rank, rows))
 
 
-def _fill_quantized(module: nn.Module, name: str, read: Callable[[slice], Tensor], filling: Filling) -> None:
+def _read_stored(source: Source, found: str | None, ending: str, index: tuple[slice, ...] | None) -> Tensor:
+    """What a checkpoint holds of a quantized weight."""
+    assert isinstance(source, SafetensorsSource) and found is not None
+    return source.read_beside(found, ending, index)
+
+
+def _fill_quantized(
+    module: nn.Module, name: str, read: ReadRows, read_stored: ReadStored, filling: Filling
+) -> None:
     weight = quantized_weights(module)[name]
     packed, scales = module._parameters[f"{name}_packed"], module._parameters[f"{name}_scales"]
     assert packed is not None and scales is not None
     is_dealt = isinstance(packed, DTensor)
     rows = local_rows(packed) if is_dealt else slice(0, packed.shape[0])
     sharers = filling.sharers if is_dealt else replace(filling.sharers, shard_group=None)
-    stored = quantize_rows(weight, rows, read, sharers, filling.quantize_on)
+    if weight.is_stored:
+        stored = stored_rows(weight, rows, read_stored)
+    else:
+        stored = quantize_rows(weight, rows, read, sharers, filling.quantize_on)
     for parameter, kind, values in ((packed, "packed", stored.packed), (scales, "scales", stored.scales)):
         values = weight.as_stored(values.to(filling.device).contiguous())
         module._parameters[f"{name}_{kind}"] = _like(parameter, values)
@@ -199,8 +209,8 @@ def _stored_names(model: nn.Module) -> dict[str, list[str]]:
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(checkpoint_key(name))
     for prefix, module in model.named_modules():
-        for name in quantized_weights(module):
-            names[id(quantized_weights(module)[name])] = [checkpoint_key(_join(prefix, name))]
+        for name, weight in quantized_weights(module).items():
+            names[id(weight)] = [checkpoint_key(_join(prefix, name))]
     stored: dict[str, list[str]] = {checkpoint_key(name): [] for name in persistent_buffers(model)}
     for group in names.values():
         for name in group:

@@ -156,7 +156,8 @@ class SafetensorsSource:
 
     def find(self, names: list[str]) -> str | None:
         """The name of these under which the weight can be read."""
-        return next((name for name in names if name in self.sections), None)
+        found = next((name for name in names if name in self.sections), None)
+        return found or next((name for name in names if f"{name}_blocks" in self.where), None)  # mxfp4
 
     def read(self, name: str | None, part: WeightPart) -> Tensor:
         """This rank's part of it."""
@@ -181,6 +182,25 @@ class SafetensorsSource:
                 tensor: Tensor = files[self.where[sections[0][0]]].get_tensor(sections[0][0])
                 return tensor
             return part.of(whole)
+
+    def read_beside(self, name: str, ending: str, index: tuple[slice, ...] | None) -> Tensor:
+        """A tensor, or a slice of one, that is stored with a weight and named after it.
+
+        Raises:
+            ConfigError: it isn't there.
+        """
+        stored = self.sections[name][0][0] if name in self.sections else name
+        whole_name = stored.removesuffix(".weight") + ending if ending == ".SCB" else stored + ending
+        if whole_name not in self.where:
+            raise ConfigError(
+                f"model_name_or_path: {self.folder} doesn't hold {whole_name}; is it quantized?"
+            )
+        with self._open(self.where[whole_name]) as file:
+            if index is None:
+                whole: Tensor = file.get_tensor(whole_name)
+                return whole
+            part: Tensor = file.get_slice(whole_name)[index]
+            return part
 
 
 def _check_experts(name: str, sections: list[list[str]], folder: Path) -> None:

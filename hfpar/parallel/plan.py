@@ -15,6 +15,7 @@ from torch import nn
 
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut, cut_evenly, cut_heads, cut_vocabulary, join_cuts
+from hfpar.models.quantized import quantized_weights, weight_names, weight_shape
 from hfpar.models.stored import checkpoint_key
 
 _COLUMN = frozenset(("colwise", "colwise_gather_output"))
@@ -158,7 +159,7 @@ class _Planner:
             raise self._refusal("has a plan that names none of its layers")
         for owner, styles in by_owner.items():
             module = decoder.get_submodule(owner)
-            if any(leaf in module._parameters and style in _ROW | _PACKED for leaf, style in styles.items()):
+            if any(_is_there(module, leaf) and style in _ROW | _PACKED for leaf, style in styles.items()):
                 self._experts(owner, module, styles)
             else:
                 self._linear_region(owner, module, styles)
@@ -184,20 +185,19 @@ class _Planner:
     def _experts(self, name: str, module: nn.Module, styles: dict[str, str]) -> None:
         """Weights of all experts in one parameter each: [E, out, in], or [E, in, out]."""
         for leaf, style in styles.items():
-            parameter = module._parameters[leaf]
-            assert parameter is not None
-            dim = parameter.dim() - (1 if "rowwise" in style else 2)
+            shape = weight_shape(module, leaf)
+            dim = len(shape) - (1 if "rowwise" in style else 2)
             sections = 2 if style in _PACKED else 1
-            size = parameter.shape[dim]
+            size = shape[dim]
             is_gate = leaf.startswith("gate_up")
             width = size // 2 if is_gate else size
             what = f"expert size ({name}.{leaf})"
             self._divide(width, what)
-            multiple = _EXPERT_BYTES // parameter.element_size()
+            multiple = _EXPERT_BYTES // _element_size(module, leaf)
             if width % multiple == 0 and width // self.tp_size % multiple:
                 raise SizeError(f"{what} of {width} into multiples of {multiple}")
             self.result.cuts.append((module, leaf, cut_evenly(dim, size, self.tp_size, sections)))
-        for leaf in module._parameters:
+        for leaf in weight_names(module):
             if leaf not in styles and leaf.endswith("bias"):
                 self.result.once.append((module, leaf))
         self.result.regions.append(Region(name, module, module, is_experts=True))
@@ -340,7 +340,7 @@ def _matches(decoder: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, st
         (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style) for pattern, style in plan.items()
     ]
     for prefix, module in decoder.named_modules():
-        own = [f"{prefix}.{leaf}" for leaf in module._parameters if _is_there(module, leaf)]
+        own = [f"{prefix}.{leaf}" for leaf in weight_names(module)]
         for name in (prefix, *own):
             is_copy = ".original_module." in name
             plain = checkpoint_key(name) if is_copy else name
@@ -391,13 +391,18 @@ def _parameter(module: nn.Module, leaf: str) -> nn.Parameter:
 
 
 def _is_there(module: nn.Module, leaf: str) -> bool:
-    return module._parameters.get(leaf) is not None
+    return leaf in weight_names(module)
+
+
+def _element_size(module: nn.Module, leaf: str) -> int:
+    """Bytes of a number as layers compute with it."""
+    held = quantized_weights(module).get(leaf)
+    return held.compute_dtype.itemsize if held is not None else _parameter(module, leaf).element_size()
 
 
 def _weight_size(layer: nn.Module, dim: int) -> int:
     base, _ = base_and_adapters(layer)
-    weight: Any = base.weight
-    return int(weight.shape[dim])
+    return weight_shape(base, "weight")[dim]
 
 
 def _first_int(module: nn.Module, names: tuple[str, ...]) -> int | None:

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut, cut_of, note_cut
-from hfpar.models.quantized import cut_quantized, quantized_weights
+from hfpar.models.quantized import cut_quantized, quantized_weights, weight_names
 from hfpar.parallel import plan as planning
 from hfpar.parallel.collectives import (
     along_last,
@@ -355,7 +355,8 @@ class _Exchange:
                 continue
             seen.add(id(module))
             changes: dict[str, Callable[[Tensor], Tensor]] = {}
-            for name in module._parameters:
+            held = quantized_weights(module)
+            for name in (name for name in weight_names(module) if name not in held):  # bytes have no gradient
                 cut = cut_of(module, name)
                 if (id(module), name) in once:
                     changes[name] = partial(_added_once, rank=self.layout.tp_rank, group=self.group)

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from hfpar.attention import interface
 from hfpar.config.engine import EngineSettings, FSDP2Settings
 from hfpar.config.schema import SFTConfig
+from hfpar.errors import ConfigError
 from hfpar.models import adapters, load
+from hfpar.models.quantization import Quantization, QuantizationChoice, check_device, find_quantization
 from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
@@ -54,7 +57,40 @@ def find_model(config: SFTConfig) -> ModelSource:
     )
 
 
-def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings, layout: Layout) -> Any:
+def choose_quantization(
+    config: SFTConfig, source: ModelSource, settings: EngineSettings, device: torch.device
+) -> Quantization | None:
+    """How the frozen base is held in few bits; None: it isn't.
+
+    Raises:
+        ConfigError: a combination that can't be trained.
+    """
+    choice = QuantizationChoice(
+        config.quantization,
+        config.bnb_4bit_compute_dtype,
+        config.bnb_4bit_use_double_quant,
+        config.bnb_4bit_quant_storage,
+        config.llm_int8_skip_modules,
+    )
+    dtype = load.weights_dtype(config.dtype, source.config)
+    quantization = find_quantization(choice, source.config, settings, dtype)
+    if quantization is not None:
+        check_device(quantization.method, device)
+        if not config.lora_r:
+            raise ConfigError(
+                f"lora_r: 0, but the base is quantized ({quantization.method}) and can't be trained itself; set "
+                "lora_r, such as 16, or use the unquantized model"
+            )
+    return quantization
+
+
+def build_model(
+    config: SFTConfig,
+    source: ModelSource,
+    settings: EngineSettings,
+    layout: Layout,
+    quantization: Quantization | None = None,
+) -> Any:
     """Load the weights this rank keeps, then adapters, then the patches: checkpointing, sequence, tensor, loss.
 
     Raises:
@@ -69,10 +105,12 @@ def build_model(config: SFTConfig, source: ModelSource, settings: EngineSettings
         attn_implementation=interface.interface_name(config.attn_implementation),
         trust_remote_code=config.trust_remote_code,
         tp_size=layout.tp_size,
+        quantization=quantization,
     )
-    if config.gradient_checkpointing or (
-        isinstance(settings, FSDP2Settings) and settings.activation_checkpointing
-    ):
+    is_on = config.gradient_checkpointing
+    if is_on is None:
+        is_on = quantization is not None
+    if is_on or (isinstance(settings, FSDP2Settings) and settings.activation_checkpointing):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora_r:
         model = adapters.add_lora(

@@ -107,6 +107,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
     source = inputs.find_checked_model(config, layout)
+    quantization = model.choose_quantization(config, source, launch.settings, device)
     run_data = data.read_data(config, source, layout)
     loader = data.make_loader(config, run_data, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, loader, layout)
@@ -115,7 +116,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
 
     engine = build_engine(
         launch.settings,
-        model.build_model(config, source, launch.settings, layout),
+        model.build_model(config, source, launch.settings, layout, quantization),
         lambda parameters: optim.make_optimizer(parameters, config),
         layout,
         device,

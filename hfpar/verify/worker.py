@@ -20,9 +20,10 @@ from hfpar.engine.base import Engine
 from hfpar.engine.build import build_engine
 from hfpar.errors import ConfigError
 from hfpar.models.adapters import add_lora
+from hfpar.models.formats import BLOCK
 from hfpar.models.load import load_model, load_model_config, resolve_folder, skeleton
 from hfpar.models.quantization import Quantization, quantize_skeleton
-from hfpar.models.quantized import BLOCK, quantized_weights
+from hfpar.models.quantized import quantized_weights
 from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
 from hfpar.parallel.plan import plan_model
