@@ -318,6 +318,7 @@ def _allowed(hint: Any) -> str:
         float: "a number",
         str: "text",
         list[str]: "a list of texts such as [a, b]",
+        list[int]: "a list of whole numbers such as [1, 2]",
         list[str | DataSource]: "a list of texts or of mappings such as {path: a, weight: 2}",
         dict[str, str]: "a mapping of texts such as {a: b}",
         dict[str, Any]: "a mapping such as {a: 1}",
@@ -327,7 +328,7 @@ def _allowed(hint: Any) -> str:
 
 
 def _metavar(hint: Any) -> str:
-    if get_origin(hint) is Literal:
+    if any(get_origin(part) is Literal for part in _alternatives(hint)):
         return "NAME"
     if _takes_mapping(hint):
         return "NAME=VALUE..."
