@@ -205,7 +205,9 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
     if _takes_sources(hint) and text[:1] == "[":
         return _from_yaml(parser, "--", flag.name, _read_inline(flag.name, text, hint), hint)
     if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
-        return [text]
+        if list[int] not in _alternatives(hint):
+            return [text]
+        text = f"[{text}]"
     try:
         return parser.parse_args([f"--{flag.name}={text}"], defaults=False)[flag.name]
     except ArgumentError:
