@@ -199,13 +199,14 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
         raise ConfigError(f"--{flag.name}: needs a value; must be {_allowed(hint)}")
     if _takes_mapping(hint) and flag.values != ["null"]:
         return _mapping_flag(flag, hint)
-    if len(flag.values) > 1:
+    is_numbers = list[int] in _alternatives(hint)
+    if len(flag.values) > 1 and not is_numbers:
         return flag.values
-    text = flag.values[0]
+    text = ", ".join(flag.values)
     if _takes_sources(hint) and text[:1] == "[":
         return _from_yaml(parser, "--", flag.name, _read_inline(flag.name, text, hint), hint)
     if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
-        if list[int] not in _alternatives(hint):
+        if not is_numbers:
             return [text]
         text = f"[{text}]"
     try:
