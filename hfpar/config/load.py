@@ -199,13 +199,16 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
         raise ConfigError(f"--{flag.name}: needs a value; must be {_allowed(hint)}")
     if _takes_mapping(hint) and flag.values != ["null"]:
         return _mapping_flag(flag, hint)
-    if len(flag.values) > 1:
+    is_numbers = list[int] in _alternatives(hint)
+    if len(flag.values) > 1 and not is_numbers:
         return flag.values
-    text = flag.values[0]
+    text = ", ".join(flag.values)
     if _takes_sources(hint) and text[:1] == "[":
         return _from_yaml(parser, "--", flag.name, _read_inline(flag.name, text, hint), hint)
     if _takes_list(hint) and str not in _alternatives(hint) and text != "null" and text[:1] != "[":
-        return [text]
+        if not is_numbers:
+            return [text]
+        text = f"[{text}]"
     try:
         return parser.parse_args([f"--{flag.name}={text}"], defaults=False)[flag.name]
     except ArgumentError:
@@ -318,6 +321,7 @@ def _allowed(hint: Any) -> str:
         float: "a number",
         str: "text",
         list[str]: "a list of texts such as [a, b]",
+        list[int]: "a list of whole numbers such as [1, 2]",
         list[str | DataSource]: "a list of texts or of mappings such as {path: a, weight: 2}",
         dict[str, str]: "a mapping of texts such as {a: b}",
         dict[str, Any]: "a mapping such as {a: 1}",
@@ -327,7 +331,7 @@ def _allowed(hint: Any) -> str:
 
 
 def _metavar(hint: Any) -> str:
-    if get_origin(hint) is Literal:
+    if any(get_origin(part) is Literal for part in _alternatives(hint)):
         return "NAME"
     if _takes_mapping(hint):
         return "NAME=VALUE..."

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hfpar.errors import ConfigError
+from hfpar.models.adapter_init import read_base
 from hfpar.models.cuts import cuts_of
-from hfpar.models.quantized import QuantizedWeight, quantized_weights, weight_names
+from hfpar.models.quantized import quantized_weights, weight_names
 from hfpar.models.quantized_fill import ReadRows, ReadStored, Sharers, quantize_rows, stored_rows
 from hfpar.models.stored import (
     SafetensorsSource,
@@ -82,8 +83,7 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, filling: Filling) -> No
             found = source.find(wanted[full_name])
             cut = cuts.get(full_name)
             if name in quantized_weights(module):
-                weight = quantized_weights(module)[name]
-                read = partial(_read_rows, source, found, weight, filling.tp_rank)
+                read = partial(_read_rows, source, found, module, name, filling.tp_rank)
                 read_stored = partial(_read_stored, source, found)
                 _fill_quantized(module, name, read, read_stored, filling)
                 continue
@@ -92,7 +92,8 @@ def fill_from_checkpoint(model: nn.Module, folder: Path, filling: Filling) -> No
             if not parameter.is_meta:
                 continue  # filled where it hangs, too
             part = WeightPart(parameter, cut, filling.tp_rank)
-            values = source.read(found, part).to(device=filling.device, dtype=parameter.dtype)
+            values = read_base(source, found, part, module, name)
+            values = values.to(device=filling.device, dtype=parameter.dtype)
             filled = _like(parameter, values)
             for owner, attribute in owners[id(parameter)]:  # every module that shares it: ties stay tied
                 setattr(owner, attribute, filled)
@@ -143,11 +144,12 @@ def _weights_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _read_rows(
-    source: Source, found: str | None, weight: QuantizedWeight, tp_rank: int, rows: slice
+    source: Source, found: str | None, module: nn.Module, name: str, tp_rank: int, rows: slice
 ) -> Tensor:
     """Rows of a tp rank's part of a weight that is to be held in few bits."""
+    weight = quantized_weights(module)[name]
     like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    return source.read(found, WeightPart(like, weight.cut, tp_rank, rows))
+    return read_base(source, found, WeightPart(like, weight.cut, tp_rank, rows), module, name)
 
 
 def _read_stored(source: Source, found: str | None, ending: str, index: tuple[slice, ...] | None) -> Tensor:

@@ -31,7 +31,7 @@ def checkpoint_key(parameter_name: str) -> str:
     for part in parts:
         if skip_adapter_name:
             skip_adapter_name = False
-        elif part in ("base_layer", "original_module"):
+        elif part in ("base_layer", "original_module", "token_adapter"):
             continue
         elif part == "modules_to_save":
             skip_adapter_name = True

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpar.engine.base import Engine
+from hfpar.models.adapter_init import save_adapter
 from hfpar.models.stored import persistent_buffers
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
@@ -57,8 +58,10 @@ def export_model(
         partial = output_dir / ".export.partial"
         with explained_write_errors(output_dir):
             make_fresh(partial)
-            options = {"save_embedding_layers": False} if is_peft else {"max_shard_size": max_shard_size}
-            module.save_pretrained(partial, state_dict=weights, **options)
+            if is_peft:
+                save_adapter(module, weights, partial)
+            else:
+                module.save_pretrained(partial, state_dict=weights, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(partial)
             mode = (partial / ("adapter_config.json" if is_peft else "config.json")).stat().st_mode
             for _, path in files_in(partial):

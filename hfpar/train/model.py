@@ -21,6 +21,21 @@ from hfpar.train import loss
 
 
 @dataclass(frozen=True)
+class TokenRows:
+    """Tokens whose own rows are trained beside adapters."""
+
+    embedding: tuple[int, ...] = ()
+    """The head's, too, where the two are tied."""
+    head: tuple[int, ...] = ()
+    """Of a head with a matrix of its own."""
+
+    @classmethod
+    def of(cls, config: SFTConfig) -> TokenRows:
+        """Those that the config names by number."""
+        return cls(embedding=tuple(config.trainable_token_indices or ()))
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """A model before its weights are loaded."""
 
@@ -90,13 +105,27 @@ def build_model(
     settings: EngineSettings,
     layout: Layout,
     quantization: Quantization | None = None,
+    token_rows: TokenRows | None = None,
 ) -> Any:
     """Load the weights this rank keeps, then adapters, then the patches: checkpointing, sequence, tensor, loss.
+
+    Args:
+        config: the run's.
+        source: the model's folder, config and tokenizer.
+        settings: the engine's.
+        layout: the rank's place.
+        quantization: how the frozen base is held in few bits; None: it isn't.
+        token_rows: of the embedding and the head, to be trained beside adapters.
 
     Raises:
         ConfigError: a model or a combination that hfpar can't train.
     """
     interface.register()
+    if config.lora_r:
+        choices = lora_choices(config, token_rows or TokenRows.of(config))
+        adapters.check_adapters(
+            load.skeleton(source.config, trust_remote_code=config.trust_remote_code), choices
+        )
     model = load.load_model(
         source.folder,
         source.config,
@@ -113,15 +142,7 @@ def build_model(
     if is_on or (isinstance(settings, FSDP2Settings) and settings.activation_checkpointing):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora_r:
-        model = adapters.add_lora(
-            model,
-            r=config.lora_r,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            target_modules=config.lora_target_modules,
-            modules_to_save=config.modules_to_save,
-            seed=config.seed,
-        )
+        model = adapters.add_adapters(model, choices, seed=config.seed, folder=source.folder)
         # An adapter names its base; a relative path would only be right in this run's working folder.
         is_folder = source.folder == Path(str(config.model_name_or_path)).expanduser()
         base = str(source.folder.resolve()) if is_folder else config.model_name_or_path
@@ -130,3 +151,20 @@ def build_model(
     tensor.apply(model, layout)
     loss.install(model)
     return model.train()
+
+
+def lora_choices(config: SFTConfig, token_rows: TokenRows) -> adapters.LoraChoices:
+    """What the config says of adapters."""
+    return adapters.LoraChoices(
+        r=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        modules_to_save=config.modules_to_save,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=config.init_lora_weights,
+        dtype=load.DTYPES[config.adapter_dtype],
+        embedding_rows=token_rows.embedding,
+        head_rows=token_rows.head,
+    )

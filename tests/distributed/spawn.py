@@ -112,7 +112,7 @@ def make_layout(worker: Worker) -> Any:
 
 @contextmanager
 def make_trainer(
-    config: SFTConfig, settings: EngineSettings, samples: list[Any], layout: Any
+    config: SFTConfig, settings: EngineSettings, samples: list[Any], layout: Any, token_rows: Any = None
 ) -> Iterator[Any]:
     """A trainer with everything fresh, put together as `hfpar.train.run.run_sft` does."""
     import torch
@@ -132,7 +132,7 @@ def make_trainer(
     schedule = loop.Schedule.of(config, loader, layout)
     engine = build_engine(
         settings,
-        model.build_model(config, source, settings, layout),
+        model.build_model(config, source, settings, layout, token_rows),
         lambda parameters: optim.make_optimizer(parameters, config),
         layout,
         device,
