@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpar.errors import ConfigError
-from hfpar.models.quantized import FourBit, quantized_weights
-from hfpar.models.quantized_fill import Sharers, quantize_rows
+from hfpar.models.formats import FourBit
+from hfpar.models.quantized import QuantizedWeight, quantized_weights
+from hfpar.models.quantized_fill import Bytes, Sharers, quantize_rows, stored_rows
 from hfpar.models.stored import SafetensorsSource, WeightPart, WholeSource, checkpoint_key
 
 ADAPTER = "default"
@@ -104,6 +106,12 @@ def check_layers(model: nn.Module, kind: str) -> None:
             )
         if kind not in (*TAKEN_FROM_BASE, "loftq"):
             continue
+        held = quantized_weights(layer.get_base_layer()).get("weight")
+        if held is not None and held.is_stored:
+            raise ConfigError(
+                f"init_lora_weights: {kind} starts from weights in full precision, and the checkpoint holds {name} in "
+                f"{held.format.name}; use default, or the unquantized model"
+            )
         if not is_linear:
             raise ConfigError(
                 f"init_lora_weights: {kind} takes linear layers, and {name} is a {type_name}; leave it out of "
@@ -174,7 +182,7 @@ def _initialize_layer(layer: Any, kind: str, weights: _StoredWeights, number: in
     device = _collective_device()
     found = [matrix.detach().to(device).contiguous() for matrix in matrices]
     if world_size == 1 or dist.get_rank() == owner:
-        values = _first_values(layer, kind, weights.whole(number, device))
+        values = _first_values(layer, kind, weights, number, device)
         for target, value in zip(found, values, strict=True):
             target.copy_(value)
     if world_size > 1:
@@ -194,24 +202,26 @@ def _collective_device() -> torch.device:
     return torch.device("cuda" if is_nccl else "cpu")
 
 
-def _first_values(layer: Any, kind: str, whole: Tensor) -> list[Tensor]:
-    """A, B, and with DoRA the magnitudes, of a layer with the stored weight [out_features, in_features], fp32."""
+def _first_values(
+    layer: Any, kind: str, weights: _StoredWeights, number: int, device: torch.device
+) -> list[Tensor]:
+    """A, B, and with DoRA the magnitudes, of a layer with a weight [out_features, in_features]."""
     base, scaling = layer.get_base_layer(), layer.scaling[ADAPTER]
-    a, b = (
-        matrix.weight.detach().to(whole.device) for matrix in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
-    )
-    kept = whole
-    if kind in TAKEN_FROM_BASE:
-        a, b = _as_peft_does(layer, kind, whole)
-        a, b = a.to(layer.lora_A[ADAPTER].weight.dtype), b.to(layer.lora_B[ADAPTER].weight.dtype)
-        taken = Taken(a, b, scaling)
-        kept = taken.leave(whole, taken[:])
-    is_held = bool(quantized_weights(base))
-    if kind == "loftq" and _is_four_bit(base):
-        a, b = _low_rank(whole - _as_held(base, whole), layer.r[ADAPTER], scaling)
+    held = quantized_weights(base).get("weight")
+    a, b = (matrix[ADAPTER].weight.detach().to(device) for matrix in (layer.lora_A, layer.lora_B))
+    if held is not None and held.is_stored:
+        kept = weights.stored(number, held).to(device)
+    else:
+        whole = kept = weights.whole(number, device)
+        if kind in TAKEN_FROM_BASE:
+            a, b = (matrix.to(a.dtype) for matrix in _as_peft_does(layer, kind, whole))
+            taken = Taken(a, b, scaling)
+            kept = taken.leave(whole, taken[:])
+        kept = kept.to(_weight_dtype(base)).float() if held is None else _as_held(held, kept)
+        if kind == "loftq" and _is_four_bit(base):
+            a, b = _low_rank(whole - kept, layer.r[ADAPTER], scaling)
     if not layer.use_dora.get(ADAPTER):
         return [a, b]
-    kept = _as_held(base, kept) if is_held else kept.to(_weight_dtype(base)).float()
     return [a, b, torch.linalg.norm(kept + scaling * b.float() @ a.float(), dim=1)]
 
 
@@ -237,12 +247,14 @@ def _low_rank(error: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]
     return root[:, None] * right[:rank], left[:, :rank] * root
 
 
-def _as_held(base: nn.Module, whole: Tensor) -> Tensor:
-    """What a quantized layer makes of a weight, fp32."""
-    held = quantized_weights(base)["weight"]
+def _as_held(held: QuantizedWeight, whole: Tensor) -> Tensor:
+    """What quantizing makes of a weight, fp32."""
     rows = slice(0, held.format.num_rows(held.shape))
-    stored = quantize_rows(held, rows, lambda wanted: whole[wanted], Sharers(), whole.device)
-    packed, scales = held.as_stored(stored.packed.contiguous()), held.as_stored(stored.scales.contiguous())
+    return _numbers(held, quantize_rows(held, rows, lambda wanted: whole[wanted], Sharers(), whole.device))
+
+
+def _numbers(held: QuantizedWeight, stored: Bytes) -> Tensor:
+    packed, scales = (held.as_stored(part.contiguous()) for part in (stored.packed, stored.scales))
     return held.dequantize(packed, scales, stored.nested, held.dtype).float()
 
 
@@ -285,6 +297,13 @@ class _StoredWeights:
         like = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
         values = self.source.read(self.source.find([key]), WeightPart(like, None, 0))
         return values.to(device=device, dtype=dtype).float()
+
+    def stored(self, number: int, held: QuantizedWeight) -> Tensor:
+        """The numbers of a weight that the checkpoint holds in few bits, fp32."""
+        found = self.source.find([self.keys[number]])
+        assert isinstance(self.source, SafetensorsSource) and found is not None
+        read = partial(self.source.read_beside, found)
+        return _numbers(held, stored_rows(held, slice(0, held.format.num_rows(held.shape)), read))
 
 
 # The export

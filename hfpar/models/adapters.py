@@ -159,28 +159,28 @@ def _as_list(names: str | list[str]) -> list[str]:
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
-# Refusals
-
-
-def _check_names(model: nn.Module, key: str, names: Sequence[str]) -> None:
-    """Every name must be the last part(s) of some module's name."""
-    for wanted in names:
-        if not _named(model, wanted):
-            linear = {
-                name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)
-            }
-            raise ConfigError(
-                f"{key}: {wanted} matches no module; linear layers here: {', '.join(sorted(linear))}"
-            )
-
-
-def _named(model: nn.Module, wanted: str) -> list[tuple[str, nn.Module]]:
+def modules_named(model: nn.Module, wanted: str) -> list[tuple[str, nn.Module]]:
     """The modules of which a name is the last part(s)."""
     return [
         (name, module)
         for name, module in model.named_modules()
         if name == wanted or name.endswith("." + wanted)
     ]
+
+
+# Refusals
+
+
+def _check_names(model: nn.Module, key: str, names: Sequence[str]) -> None:
+    """Every name must be the last part(s) of some module's name."""
+    for wanted in names:
+        if not modules_named(model, wanted):
+            linear = {
+                name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)
+            }
+            raise ConfigError(
+                f"{key}: {wanted} matches no module; linear layers here: {', '.join(sorted(linear))}"
+            )
 
 
 def _check_trained_whole(model: Any, choices: LoraChoices) -> None:
@@ -190,7 +190,7 @@ def _check_trained_whole(model: Any, choices: LoraChoices) -> None:
         id(model.get_output_embeddings()): choices.head_rows,
     }
     for wanted in choices.modules_to_save or []:
-        for name, module in _named(model, wanted):
+        for name, module in modules_named(model, wanted):
             held = next((inner for inner, m in module.named_modules() if quantized_weights(m)), None)
             if held is not None:
                 inner_name = f"{name}.{held}" if held else name
@@ -209,7 +209,7 @@ def _check_vocabulary(model: Any, targets: Sequence[str], choices: LoraChoices) 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     for wanted in targets:
-        for name, module in _named(model, wanted):
+        for name, module in modules_named(model, wanted):
             if module is head and is_tied:
                 raise ConfigError(
                     f"lora_target_modules: {wanted}, but the model's head is tied to its embedding, which an adapter "

@@ -88,7 +88,18 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     from hfpar import accelerator as accelerate_launch
     from hfpar.engine.build import build_engine
     from hfpar.parallel.layout import Layout
-    from hfpar.train import checkpoint, data, export, inputs, loop, model, optim, summary, trackers
+    from hfpar.train import (
+        checkpoint,
+        data,
+        export,
+        inputs,
+        loop,
+        model,
+        optim,
+        summary,
+        trackers,
+        untrained_tokens,
+    )
     from hfpar.train.quiet import quiet_libraries
 
     quiet_libraries(launch.is_main)
@@ -112,11 +123,12 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     loader = data.make_loader(config, run_data, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, loader, layout)
     stop_token = data.stop_token(loader.samples, source.tokenizer)
+    token_rows = untrained_tokens.choose_rows(config, source, loader.samples, layout)
     folder = checkpoint.RunFolder(config, layout)
 
     engine = build_engine(
         launch.settings,
-        model.build_model(config, source, launch.settings, layout, quantization),
+        model.build_model(config, source, launch.settings, layout, quantization, token_rows),
         lambda parameters: optim.make_optimizer(parameters, config),
         layout,
         device,

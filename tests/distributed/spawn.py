@@ -130,9 +130,10 @@ def make_trainer(
     source = model.ModelSource(folder, load_model_config(folder), tokenizer=None)
     loader = StepLoader(samples, **data.batch_options(config, layout, pad_token_id=0))
     schedule = loop.Schedule.of(config, loader, layout)
+    quantization = model.choose_quantization(config, source, settings, device)
     engine = build_engine(
         settings,
-        model.build_model(config, source, settings, layout, token_rows),
+        model.build_model(config, source, settings, layout, quantization, token_rows),
         lambda parameters: optim.make_optimizer(parameters, config),
         layout,
         device,

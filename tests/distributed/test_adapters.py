@@ -1,5 +1,7 @@
 """PEFT's choices on every engine against one plain process with PEFT alone, and what they leave behind."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,13 @@ UNTIED: dict[str, dict[str, Any]] = {
     "rows of the head": {"head_rows": MANY_ROWS, "init_lora_weights": "pissa"},
     "head alone": {"lora_target_modules": ["lm_head", "v_proj"], "use_dora": True},
 }
+NF4: dict[str, dict[str, Any]] = {
+    "nf4": {"quantization": "nf4"},
+    "nf4 dora, rows": {"quantization": "nf4", "use_dora": True, "trainable_token_indices": ROWS},
+    "nf4 pissa": {"quantization": "nf4", "init_lora_weights": "pissa"},
+    "nf4 olora": {"quantization": "nf4", "init_lora_weights": "olora"},
+    "nf4 loftq": {"quantization": "nf4", "init_lora_weights": "loftq"},
+}
 DROPOUT: dict[str, dict[str, Any]] = {
     "dora, dropout": {"use_dora": True, "lora_dropout": 0.3, "gradient_checkpointing": True},
 }
@@ -47,11 +56,11 @@ DROPOUT: dict[str, dict[str, Any]] = {
 Cell = tuple[str, str, str]
 """Engine, model, choice."""
 
-CELLS: list[Cell] = [(engine, "tied", name) for name in CHOICES for engine in ENGINES] + [
+CELLS: list[Cell] = [(engine, "tied", name) for name in CHOICES | NF4 for engine in ENGINES] + [
     (engine, "untied", name) for name in UNTIED for engine in ENGINES
 ]
 DROPOUT_CELLS: list[Cell] = [(engine, "tied", name) for name in DROPOUT for engine in ENGINES]
-ALL = CHOICES | UNTIED | DROPOUT
+ALL = CHOICES | UNTIED | NF4 | DROPOUT
 SAMPLES, STEPS = 6, 3
 RATE, EPSILON, BOUND = 0.02, 1e-2, 0.5
 """Of the optimizer, and of the gradient norm; the epsilon makes updates smooth in gradients that are all but zero."""
@@ -144,7 +153,7 @@ def plain_run(folder: Path, model: str, name: str, first: dict[str, Any]) -> dic
 
     config = config_of(folder, model, name)
     init = config.init_lora_weights
-    is_drawn = init in ("default", "gaussian")
+    is_drawn = init in ("default", "gaussian", "loftq")
     rows: Any = config.trainable_token_indices
     if model == "untied":
         rows = {"embed_tokens": rows, "lm_head": ALL[name].get("head_rows")}
@@ -161,7 +170,11 @@ def plain_run(folder: Path, model: str, name: str, first: dict[str, Any]) -> dic
         trainable_token_indices=sorted(rows) if isinstance(rows, list) else rows,
     )
     plain = AutoModelForCausalLM.from_pretrained(folder / model, dtype=torch.float32)
+    if config.quantization and is_drawn:
+        quantize_plain(plain)
     plain = get_peft_model(plain, peft_config).train()
+    if config.quantization and not is_drawn:
+        quantize_plain(plain)
     if is_drawn:
         drawn = {key: value for key, value in first.items() if ".lora_A." in key or ".lora_B." in key}
         set_parameters(plain, drawn)
@@ -181,13 +194,28 @@ def plain_run(folder: Path, model: str, name: str, first: dict[str, Any]) -> dic
     return result
 
 
-def logits_of(folder: Path, model: str, adapter: Path) -> Any:
-    """Of an adapter on the original base, as PEFT loads it."""
+def quantize_plain(model: Any) -> None:
+    """Give layers the values that bitsandbytes makes of them, but for adapters and the head."""
+    import bitsandbytes.functional as bnb
+    import torch
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "lora_" not in name and not name.endswith("lm_head"):
+            packed, state = bnb.quantize_4bit(
+                module.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
+            )
+            module.weight.data = bnb.dequantize_4bit(packed, state)
+
+
+def logits_of(folder: Path, model: str, adapter: Path, prepare: Callable[[Any], None] | None = None) -> Any:
+    """Of an adapter as PEFT loads it, on the original base or what `prepare` makes of it."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(folder / model, dtype=torch.float32)
+    if prepare is not None:
+        prepare(base)
     with torch.no_grad():
         return PeftModel.from_pretrained(base, adapter).eval()(torch.arange(VOCAB_SIZE)[None]).logits
 
@@ -255,8 +283,32 @@ def test_first_values_are_the_same_on_every_engine(cell: Cell, found: Any) -> No
 
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)
 def test_the_adapter_fits_the_original_base(cell: Cell, folder: Path, plain: Any, found: Any) -> None:
-    mine = logits_of(folder, cell[1], folder / adapter_folder(cell))
+    adapter = folder / adapter_folder(cell)
+    prepare = None
+    if cell[2] in ("nf4 pissa", "nf4 olora"):
+        prepare = partial(quantize_the_rest, adapter=adapter)
+    elif cell[2] in NF4:
+        prepare = quantize_plain
+    mine = logits_of(folder, cell[1], adapter, prepare)
     assert difference(mine, plain[cell[1:]]["logits"]) < 1e-5
+
+
+def quantize_the_rest(base: Any, adapter: Path) -> None:
+    """The second half of an adapter says what was taken from the base before it was quantized."""
+    from safetensors.torch import load_file
+
+    values, scaling, rank = load_file(adapter / "adapter_model.safetensors"), LORA["lora_alpha"] / 4, 4
+    taken = {}
+    for name, a in values.items():
+        if name.endswith("lora_A.weight"):
+            b = values[name.replace("lora_A", "lora_B")]
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            taken[layer] = -scaling * b[:, rank:] @ a[rank:]
+    for layer, part in taken.items():
+        base.get_submodule(layer).weight.data -= part
+    quantize_plain(base)
+    for layer, part in taken.items():
+        base.get_submodule(layer).weight.data += part
 
 
 @pytest.mark.parametrize("cell", DROPOUT_CELLS, ids=" ".join)
