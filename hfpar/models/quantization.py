@@ -103,6 +103,13 @@ def experts_to_quantize(model: Any, skip_modules: Sequence[str] = ()) -> list[tu
     return [
         (name, leaf)
         for name, module in _not_skipped(model, skip_modules)
+        for leaf in _matrices_of_experts(module)
+    ]
+
+
+def _matrices_of_experts(module: nn.Module) -> list[str]:
+    return [
+        leaf
         for leaf, parameter in module._parameters.items()
         if parameter is not None and parameter.dim() == 3 and parameter.is_floating_point()
     ]
@@ -112,10 +119,14 @@ def _not_skipped(model: Any, skip_modules: Sequence[str]) -> Iterator[tuple[str,
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     modules = dict(model.named_modules())
+    quantizable = [
+        name for name, module in modules.items() if type(module) is nn.Linear or _matrices_of_experts(module)
+    ]
     for skipped in skip_modules:
-        if all(should_convert_module(name, [skipped]) for name in modules if name):
+        if all(should_convert_module(name, [skipped]) for name in quantizable):
             raise ConfigError(
-                f"llm_int8_skip_modules: {skipped} matches no module of {type(model).__name__}; leave it out"
+                f"llm_int8_skip_modules: {skipped} names no layer of {type(model).__name__} that would be quantized; "
+                "give the end of a layer's name, or the beginning of a whole one such as model.layers.0"
             )
     keys = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     fp32 = [name for key in keys for name in getattr(model, key, None) or ()]
