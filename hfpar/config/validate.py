@@ -51,6 +51,8 @@ _NOT_EMPTY = (
     "token_cache",
     "lora_target_modules",
     "modules_to_save",
+    "trainable_token_indices",
+    "train_tokens",
     "llm_int8_skip_modules",
     "output_dir",
     "report_to",
@@ -124,7 +126,7 @@ def _check_numbers(config: SFTConfig) -> None:
 def _check_text(config: SFTConfig) -> None:
     for name in _NOT_EMPTY:
         value = getattr(config, name)
-        texts = [getattr(item, "path", item) for item in _as_list(value)]
+        texts = [str(getattr(item, "path", item)) for item in _as_list(value)]
         if value is not None and (not value or any(not text.strip() for text in texts)):
             raise ConfigError(f"{name}: {show(value)} is empty; give a value, or leave {name} out")
     targets = _as_list(config.lora_target_modules)
@@ -134,18 +136,65 @@ def _check_text(config: SFTConfig) -> None:
         )
 
 
+_ADAPTER_SETTINGS = (
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+    "init_lora_weights",
+    "adapter_dtype",
+    "trainable_token_indices",
+    "train_tokens",
+)
+"""Beside those whose names begin with `lora_`."""
+
+
 def _check_lora(config: SFTConfig) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         if (
             not config.lora_r
-            and field.name.startswith(("lora_", "modules_to_save"))
+            and field.name.startswith(("lora_", *_ADAPTER_SETTINGS))
             and value != field.default
         ):
             raise ConfigError(
                 f"{field.name}: {show(value)} without lora_r, so that all weights would be trained; set lora_r, "
                 f"or leave {field.name} out"
             )
+    _check_first_values(config)
+    _check_tokens(config)
+
+
+def _check_first_values(config: SFTConfig) -> None:
+    if config.init_lora_weights == "eva":
+        raise ConfigError(
+            "init_lora_weights: eva begins from what layers compute on the data, for which no engine holds the model "
+            "before training; use pissa or olora, which begin from the weights, or default"
+        )
+    if config.init_lora_weights == "loftq" and config.quantization not in _FOUR_BIT:
+        raise ConfigError(
+            f"init_lora_weights: loftq begins with what 4 bits lose of each weight, and quantization is "
+            f"{show(config.quantization or 'none')}; set quantization: nf4, or use default"
+        )
+    if config.use_dora and (config.tp_size or 1) > 1:
+        raise ConfigError(
+            f"use_dora: true with tp_size: {config.tp_size}, but it takes norms of whole rows, which no rank has; use "
+            "plain LoRA, or leave tp_size at 1"
+        )
+
+
+def _check_tokens(config: SFTConfig) -> None:
+    numbers = config.trainable_token_indices or []
+    if any(number < 0 for number in numbers):
+        raise _must_be(config, "trainable_token_indices", "token numbers of 0 or more")
+    if numbers and (config.tp_size or 1) > 1:
+        raise ConfigError(
+            f"trainable_token_indices: {show(numbers)} with tp_size: {config.tp_size}, whose ranks share the rows; "
+            "leave tp_size at 1"
+        )
+    names = _as_list(config.train_tokens)
+    for alone in ("auto", "none"):
+        if alone in names and len(names) > 1:
+            raise ConfigError(f"train_tokens: {show(names)}; {alone} stands alone")
 
 
 _FOUR_BIT = ("nf4", "fp4")

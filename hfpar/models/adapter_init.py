@@ -102,7 +102,8 @@ def check_layers(model: nn.Module, kind: str) -> None:
         type_name = type(layer.get_base_layer()).__name__
         if layer.use_dora.get(ADAPTER) and not is_linear:
             raise ConfigError(
-                f"use_dora: true takes linear layers, and {name} is a {type_name}; leave it out of lora_target_modules"
+                f"use_dora: true takes linear layers, and {name} is of type {type_name}; leave it out of "
+                "lora_target_modules"
             )
         if kind not in (*TAKEN_FROM_BASE, "loftq"):
             continue
@@ -114,7 +115,7 @@ def check_layers(model: nn.Module, kind: str) -> None:
             )
         if not is_linear:
             raise ConfigError(
-                f"init_lora_weights: {kind} takes linear layers, and {name} is a {type_name}; leave it out of "
+                f"init_lora_weights: {kind} takes linear layers, and {name} is of type {type_name}; leave it out of "
                 "lora_target_modules, or use default"
             )
         smallest = min(layer.in_features, layer.out_features)

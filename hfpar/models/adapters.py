@@ -107,6 +107,7 @@ def _wrap(model: Any, choices: LoraChoices) -> Any:
     targets = "all-linear" if choices.target_modules == "all-linear" else _as_list(choices.target_modules)
     _check_names(model, "modules_to_save", choices.modules_to_save or [])
     _check_trained_whole(model, choices)
+    _check_rows(model, choices)
     if targets != "all-linear":
         _check_names(model, "lora_target_modules", targets)
         _check_vocabulary(model, targets, choices)
@@ -202,6 +203,17 @@ def _check_trained_whole(model: Any, choices: LoraChoices) -> None:
                 raise ConfigError(
                     f"trainable_token_indices: rows of {name}, which modules_to_save: {wanted} trains whole; keep one"
                 )
+
+
+def _check_rows(model: Any, choices: LoraChoices) -> None:
+    """Each token that is named by number has a row."""
+    weight = model.get_input_embeddings().weight
+    num_rows = getattr(weight, "ds_shape", weight.shape)[0]
+    outside = [row for row in (*choices.embedding_rows, *choices.head_rows) if row >= num_rows]
+    if outside:
+        raise ConfigError(
+            f"trainable_token_indices: {outside[0]}, but the model's tokens are 0 to {num_rows - 1}"
+        )
 
 
 def _check_vocabulary(model: Any, targets: Sequence[str], choices: LoraChoices) -> None:

@@ -143,6 +143,8 @@ def build_model(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora_r:
         model = adapters.add_adapters(model, choices, seed=config.seed, folder=source.folder)
+        if isinstance(settings, FSDP2Settings):
+            _check_one_dtype(model, config)
         # An adapter names its base; a relative path would only be right in this run's working folder.
         is_folder = source.folder == Path(str(config.model_name_or_path)).expanduser()
         base = str(source.folder.resolve()) if is_folder else config.model_name_or_path
@@ -151,6 +153,16 @@ def build_model(
     tensor.apply(model, layout)
     loss.install(model)
     return model.train()
+
+
+def _check_one_dtype(model: Any, config: SFTConfig) -> None:
+    """FSDP2 gathers what is trained in one piece, in one dtype."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"adapter_dtype: {config.adapter_dtype} with modules_to_save, whose weights are {config.dtype}; FSDP2 "
+            "takes one dtype for all that is trained: set adapter_dtype and dtype alike, or leave modules_to_save out"
+        )
 
 
 def lora_choices(config: SFTConfig, token_rows: TokenRows) -> adapters.LoraChoices:

@@ -153,6 +153,11 @@ def _find(matrices: _Matrices, samples: Sequence[Sample], tokenizer: Any) -> dic
     used = tokens_in_use(samples, tokenizer)
     if not used:
         return {}
+    if not matrices.all:
+        logger.warning(
+            "train_tokens: nobody has looked whether this model was taught the chat template's tokens: its embedding "
+            "isn't stored in a form that hfpar reads by rows"
+        )
     added = sorted(tokenizer.added_tokens_decoder)
     found: dict[int, str] = {}
     for matrix in matrices.all:

@@ -325,6 +325,10 @@ def test_dump_keeps_every_setting(tmp_path):
         lora_dropout=0.05,
         lora_target_modules=["q_proj"],
         modules_to_save=["lm_head"],
+        use_rslora=True,
+        init_lora_weights="pissa",
+        adapter_dtype="bfloat16",
+        train_tokens=["<|im_start|>", "<|im_end|>"],
         output_dir="o",
         overwrite=True,
         logging_steps=2,
@@ -340,11 +344,20 @@ def test_dump_keeps_every_setting(tmp_path):
         "warmup_ratio",
         "resume",
         "eval_fraction",
+        "use_dora",
+        "trainable_token_indices",
     }  # these contradict settings above
     unchanged = {name for name, value in vars(config).items() if value == getattr(SFTConfig(), name)}
     assert unchanged == others
     second = replace(
-        SFTConfig(), per_device_train_batch_size=4, warmup_ratio=0.25, resume=True, eval_fraction=0.1
+        SFTConfig(),
+        per_device_train_batch_size=4,
+        warmup_ratio=0.25,
+        resume=True,
+        eval_fraction=0.1,
+        lora_r=1,
+        use_dora=True,
+        trainable_token_indices=[3, 5],
     )
     assert round_trip(second, tmp_path) == second
     assert round_trip(SFTConfig(), tmp_path) == SFTConfig()

@@ -17,6 +17,15 @@ FLOATS = [name for name, value in vars(SFTConfig(max_grad_norm=1.0)).items() if 
         {},
         {"lora_r": 8, "lora_alpha": 32.0},
         {"lora_r": 8, "modules_to_save": ["lm_head"]},
+        {"lora_r": 8, "use_dora": True, "use_rslora": True, "init_lora_weights": "pissa"},
+        {"lora_r": 8, "init_lora_weights": "loftq", "quantization": "nf4"},
+        {
+            "lora_r": 8,
+            "trainable_token_indices": [0, 7],
+            "train_tokens": ["<a>"],
+            "adapter_dtype": "bfloat16",
+        },
+        {"lora_r": 8, "train_tokens": "none", "tp_size": 2},
         {"sp_size": 3, "cp_size": 2},
         {"max_steps": 1},
         {"max_steps": -1},
@@ -143,6 +152,56 @@ def test_no_number_may_be_nan_or_infinite(name, number):
         ({"dataset": []}, "dataset: [] is empty; give a value, or leave dataset out"),
         ({"dataset": ["a", " "]}, "dataset: [a, ' '] is empty; give a value, or leave dataset out"),
         ({"output_dir": ""}, "output_dir: '' is empty; give a value, or leave output_dir out"),
+        (
+            {"lora_r": 8, "trainable_token_indices": []},
+            "trainable_token_indices: [] is empty; give a value, or leave trainable_token_indices out",
+        ),
+        (
+            {"lora_r": 8, "train_tokens": ""},
+            "train_tokens: '' is empty; give a value, or leave train_tokens out",
+        ),
+        (
+            {"lora_r": 8, "trainable_token_indices": [3, -1]},
+            "trainable_token_indices: [3, -1]; must be token numbers of 0 or more",
+        ),
+        (
+            {"lora_r": 8, "trainable_token_indices": [3], "tp_size": 2},
+            "trainable_token_indices: [3] with tp_size: 2, whose ranks share the rows; leave tp_size at 1",
+        ),
+        ({"lora_r": 8, "train_tokens": ["a", "auto"]}, "train_tokens: [a, auto]; auto stands alone"),
+        *(
+            (
+                {name: value},
+                f"{name}: {shown} without lora_r, so that all weights would be trained; set lora_r, or leave {name} "
+                "out",
+            )
+            for name, value, shown in (
+                ("use_rslora", True, "true"),
+                ("use_dora", True, "true"),
+                ("init_lora_weights", "olora", "olora"),
+                ("adapter_dtype", "float16", "float16"),
+                ("trainable_token_indices", [1], "[1]"),
+                ("train_tokens", "none", "none"),
+            )
+        ),
+        (
+            {"lora_r": 8, "init_lora_weights": "eva"},
+            "init_lora_weights: eva begins from what layers compute on the data, for which no engine holds the model "
+            "before training; use pissa or olora, which begin from the weights, or default",
+        ),
+        *(
+            (
+                {"lora_r": 8, "init_lora_weights": "loftq", "quantization": method},
+                f"init_lora_weights: loftq begins with what 4 bits lose of each weight, and quantization is {shown}; "
+                "set quantization: nf4, or use default",
+            )
+            for method, shown in ((None, "none"), ("int8", "int8"))
+        ),
+        (
+            {"lora_r": 8, "use_dora": True, "tp_size": 2},
+            "use_dora: true with tp_size: 2, but it takes norms of whole rows, which no rank has; use plain LoRA, or "
+            "leave tp_size at 1",
+        ),
         ({"modules_to_save": []}, "modules_to_save: [] is empty; give a value, or leave modules_to_save out"),
         (
             {"lora_target_modules": ["all-linear", "q_proj"]},
