@@ -108,6 +108,10 @@ def experts_to_quantize(model: Any, skip_modules: Sequence[str] = ()) -> list[tu
 
 
 def _matrices_of_experts(module: nn.Module) -> list[str]:
+    if (
+        "Experts" not in type(module).__name__
+    ):  # the name of every family of Transformers; convolutions are others
+        return []
     return [
         leaf
         for leaf, parameter in module._parameters.items()
