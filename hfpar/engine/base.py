@@ -136,6 +136,8 @@ class Weight:
     requires_grad: bool
     assemble: Callable[[Sequence[Tensor]], Tensor]
     """The weight, of those parameters whole; dequantized, if they are bytes."""
+    quantized: QuantizedWeight | None = None
+    """What is known of the bytes."""
 
 
 def weights(module: nn.Module) -> Iterator[Weight]:
@@ -155,7 +157,8 @@ def weights(module: nn.Module) -> Iterator[Weight]:
             full, owner, own_name, quantized = entry
             scales = owner._parameters[f"{own_name}_scales"]
             assert scales is not None
-            yield Weight(full, (parameter, scales), False, partial(_dequantize, owner, own_name, quantized))
+            assemble = partial(_dequantize, owner, own_name, quantized)
+            yield Weight(full, (parameter, scales), False, assemble, quantized)
 
 
 def _dequantize(owner: nn.Module, name: str, quantized: QuantizedWeight, tensors: Sequence[Tensor]) -> Tensor:

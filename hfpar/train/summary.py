@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hfpar.accelerator import Launch
 from hfpar.config.schema import SFTConfig
 from hfpar.data.loader import StepLoader
 from hfpar.data.store import DataReport
 from hfpar.data.streaming import StreamLoader
-from hfpar.engine.base import Engine
+from hfpar.engine.base import Engine, Weight, weights
 from hfpar.models.cuts import Cut, cuts_of
 from hfpar.parallel.layout import Layout
 from hfpar.parallel.sequence import unwrap_peft
@@ -37,9 +37,10 @@ def show(
     """Print the run in a table on rank 0. All ranks together."""
     memory = peak_memory_bytes(engine.device)
     cuts = cuts_of(engine.module)
+    all_weights = list(weights(engine.module))
     parameters = [
-        (_whole_size(parameter, cuts.get(name)), parameter.requires_grad, name in cuts)
-        for name, parameter in engine.module.named_parameters()
+        (_whole_size(weight, cuts.get(weight.name)), weight.requires_grad, weight.name in cuts)
+        for weight in all_weights
     ]
     num_all = sum(count for count, _, _ in parameters)
     num_trained = sum(count for count, trained, _ in parameters if trained)
@@ -58,6 +59,7 @@ def show(
         ),
         ("model", f"{config.model_name_or_path} ({type(_base(engine)).__name__}, {config.dtype})"),
         ("parameters", f"{format_count(num_trained)} trained of {format_count(num_all)}"),
+        *_quantization_rows(all_weights, num_all),
         *_data_rows(config, run_data),
         ("batch", f"{batches} x {config.gradient_accumulation_steps} x {layout.dp_size} {ranks}"),
         *_sharing_rows(layout, num_cut / num_all),
@@ -70,8 +72,29 @@ def show(
         print_summary(rows, "hfpar fine-tuning")
 
 
-def _whole_size(parameter: nn.Parameter, cut: Cut | None) -> int:
+def _quantization_rows(all_weights: list[Weight], num_all: int) -> list[tuple[str, str]]:
+    """What is held in few bits, where something is."""
+    held = [weight for weight in all_weights if weight.quantized is not None]
+    if not held:
+        return []
+    first = held[0].quantized
+    assert first is not None
+    share = sum(_whole_size(weight, None) for weight in held) / num_all
+    kind = first.format.name + (
+        ", double quantization" if getattr(first.format, "double_quant", False) else ""
+    )
+    text = f"{kind}: {100 * share:.1f} % of the weights, computed in {str(first.compute_dtype).removeprefix('torch.')}"
+    pieces = sum(weight.quantized is not None and weight.quantized.cuts_through_blocks for weight in held)
+    if pieces:
+        text += f"; {pieces} of {len(held)} cut through blocks, each part quantized by itself"
+    return [("quantized", text)]
+
+
+def _whole_size(weight: Weight, cut: Cut | None) -> int:
     """Numbers in a weight of which engines and tp ranks have parts."""
+    if weight.quantized is not None:
+        return math.prod(weight.quantized.whole_shape)
+    parameter = weight.parameters[0]
     size: int = getattr(parameter, "ds_numel", None) or parameter.numel()
     return size if cut is None else size // cut.local_size * cut.size
 
