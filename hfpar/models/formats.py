@@ -85,11 +85,13 @@ class FourBit:
             statistics = nested.view(torch.float32)
             absmax = self._dequantize_scales(weight, scales.flatten()[:num_blocks], statistics[:-1])
             absmax = absmax + statistics[-1]
-        flat = packed.flatten()[: -(-weight.numel // 2)]
+        num_bytes = -(-weight.numel // 2)
+        # Kernels work row by row, and take no odd ones.
+        shape = weight.shape if weight.shape[-1] % 2 == 0 else (1, 2 * num_bytes)
         result: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-            flat, absmax, BLOCK, self.quant_type, weight.shape, dtype
+            packed.flatten()[:num_bytes], absmax, BLOCK, self.quant_type, shape, dtype
         )
-        return result
+        return result.flatten()[: weight.numel].view(weight.shape)
 
     def _dequantize_scales(self, weight: QuantizedWeight, scales: Tensor, nested_scales: Tensor) -> Tensor:
         code = dynamic_code(scales.device)
