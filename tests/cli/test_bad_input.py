@@ -74,6 +74,17 @@ def halve(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
+def say_it_holds_nf4(folder: Path) -> None:
+    """In the config alone: whoever asks for something else is stopped before weights load."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict[str, dict[str, Any]]:
     """Each with its flags and the beginning of its line. Later flags win over the common ones."""
     files = tmp_path / "files"
@@ -88,6 +99,7 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
     garbage = broken("garbage", lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 64))
     no_weights = broken("no_weights", lambda folder: (folder / "model.safetensors").unlink())
     no_config = broken("no_config", lambda folder: (folder / "config.json").write_text("{"))
+    stored = broken("stored", say_it_holds_nf4)
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LamaLayer"}
     return {
         "missing model": {
@@ -134,6 +146,38 @@ def make_cases(inputs: Any, tmp_path: Path, broken: Callable[..., Path]) -> dict
         "LoRA target": {
             "flags": ["--lora_r", "4", "--lora_target_modules", "q_porj"],
             "line": "lora_target_modules: .*q_porj",
+        },
+        "full fine-tuning of a quantized base": {
+            "flags": ["--quantization", "nf4"],
+            "line": "quantization: nf4 without lora_r; a quantized base can't be trained itself",
+        },
+        "LoRA target, quantized": {
+            "flags": ["--quantization", "nf4", "--lora_r", "4", "--lora_target_modules", "q_porj"],
+            "line": "lora_target_modules: q_porj matches no module; .*q_proj",
+        },
+        "nothing skipped": {
+            "flags": ["--quantization", "int8", "--lora_r", "4", "--llm_int8_skip_modules", "q_porj"],
+            "line": "llm_int8_skip_modules: q_porj names no layer of Qwen3ForCausalLM that would be quantized",
+        },
+        "mxfp4 of another checkpoint": {
+            "flags": ["--quantization", "mxfp4", "--lora_r", "4"],
+            "line": "quantization: mxfp4 is for checkpoints that hold it",
+        },
+        "another quantization than the checkpoint's": {
+            "flags": ["--model_name_or_path", str(stored), "--quantization", "fp4", "--lora_r", "4"],
+            "line": "quantization: fp4, but the checkpoint holds nf4",
+        },
+        "full fine-tuning of a quantized checkpoint": {
+            "flags": ["--model_name_or_path", str(stored)],
+            "line": "lora_r: 0, but the base is quantized",
+        },
+        "LoRA on a tied head": {
+            "flags": ["--lora_r", "4", "--lora_target_modules", "lm_head"],
+            "line": "lora_target_modules: lm_head",
+        },
+        "a quantized module trained whole": {
+            "flags": ["--quantization", "nf4", "--lora_r", "4", "--modules_to_save", "q_proj"],
+            "line": "modules_to_save: q_proj, but .* is quantized",
         },
         "unknown tracker": {"flags": ["--report_to", "wandbb"], "line": "report_to: "},
         "missing tracker": {
