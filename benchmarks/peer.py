@@ -49,7 +49,7 @@ def shared_settings(args: argparse.Namespace) -> dict[str, Any]:
         "lr_scheduler_type": "cosine",
         "use_cpu": True,
         "bf16": False,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": bool(args.qlora),
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -98,6 +98,21 @@ def make_trl(args: argparse.Namespace, recorder: Recorder) -> transformers.Train
             recorder.count(inputs)
             return super().training_step(model, inputs, *rest, **options)
 
+    qlora: dict[str, Any] = {}
+    model_options: dict[str, Any] = {"dtype": "float32", "attn_implementation": "sdpa"}
+    if args.qlora:
+        import peft
+
+        model_options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        model_options["device_map"] = {"": "cpu"}
+        qlora["peft_config"] = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=16, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear"
+        )
     messages = [row["messages"] for row in read_rows(args.data)]
     return CountingTrainer(
         model=str(args.model),
@@ -105,7 +120,7 @@ def make_trl(args: argparse.Namespace, recorder: Recorder) -> transformers.Train
             per_device_train_batch_size=1,
             max_length=args.max_tokens,
             packing=True,
-            model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+            model_init_kwargs=model_options,
             **shared_settings(args),
         ),
         # The same labels as the others': the answer alone.
@@ -113,6 +128,7 @@ def make_trl(args: argparse.Namespace, recorder: Recorder) -> transformers.Train
             {"prompt": [row[:-1] for row in messages], "completion": [row[-1:] for row in messages]}
         ),
         callbacks=[recorder],
+        **qlora,
     )
 
 
@@ -125,6 +141,7 @@ def main() -> None:
     parser.add_argument("--max_tokens", type=int, required=True)
     parser.add_argument("--batch_size", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--qlora", type=int, default=0)
     args = parser.parse_args()
     recorder = Recorder()
     trainer = (make_padded if args.peer == "padded" else make_trl)(args, recorder)
