@@ -125,14 +125,11 @@ def _check_init(init: Any, folder: Path) -> None:
 
 
 def _make_adapter_real(model: nn.Module) -> None:
-    """Give what the adapter holds memory, in float32; shared parameters stay shared."""
-    made: dict[int, nn.Parameter] = {}
+    """Give what the adapter holds memory, in float32."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32))
-                module._parameters[name] = made[id(parameter)]
+                module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32))
 
 
 def _read_values(model: Any, folder: Path) -> None:

@@ -45,12 +45,11 @@ class HeldWeights:
         """A weight as it was held, dequantized; with what the adapter began with, which it takes out itself."""
         if self.dtype is None:
             return stored
-        rounded = stored.to(self.dtype)
         taken = None if self.rank is None else adapter.began_with(name, self.rank)
         if taken is None:
-            return self._held(name, rounded)
+            return self._held(name, stored)
         beginning = taken[:]
-        return self._held(name, taken.leave(rounded, beginning)).float() + beginning.float()
+        return self._held(name, taken.leave(stored.to(self.dtype), beginning)).float() + beginning.float()
 
     def _held(self, name: str, values: Tensor) -> Tensor:
         weight = self.quantized.get(name)
@@ -67,9 +66,10 @@ class HeldWeights:
 
 
 def _quantize_and_back(weight: QuantizedWeight, values: Tensor) -> Tensor:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = slice(0, weight.format.num_rows(weight.shape))
-    held = quantize_rows(weight, rows, lambda part: values[part], Sharers(), torch.device("cpu"))
-    return weight.dequantize(held.packed, held.scales, held.nested, weight.compute_dtype)
+    held = quantize_rows(weight, rows, lambda part: values[part], Sharers(), device)
+    return weight.dequantize(held.packed, held.scales, held.nested, weight.compute_dtype).cpu()
 
 
 def held_weights(run: Run, base: Base, make_skeleton: Callable[..., Any], *, original: bool) -> HeldWeights:

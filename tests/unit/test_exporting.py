@@ -219,6 +219,22 @@ def test_a_change_is_rounded_once(tiny: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "rounded").dtype == torch.bfloat16
 
 
+def test_every_dtype_in_the_config_is_the_new_one(tiny: Path, tmp_path: Path) -> None:
+    """Also under the name that it had before, and in configs of parts."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    settings = json.loads((base / "config.json").read_text())
+    del settings["dtype"]
+    settings |= {"torch_dtype": "float32", "part_config": {"dtype": "float32"}}
+    (base / "config.json").write_text(json.dumps(settings))
+    output = export(make_adapter(base, tmp_path / "adapter"), tmp_path / "merged", "--dtype", "bfloat16")
+    settings = json.loads((output / "config.json").read_text())
+    assert (
+        settings["torch_dtype"] == settings["part_config"]["dtype"] == "bfloat16" and "dtype" not in settings
+    )
+    assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
+
+
 def test_auto_keeps_the_dtype_of_the_base(tiny: Path, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", LlamaConfig(**SIZES, **NO_TOKENS), tiny, dtype=torch.bfloat16)
     adapter = make_adapter(base, tmp_path / "adapter")

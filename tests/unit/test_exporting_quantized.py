@@ -167,14 +167,17 @@ def test_parts_that_tensor_parallelism_quantized_by_themselves(base: Path, tmp_p
     assert torch.equal(merged[Q_PROJ], round_trip(stored[Q_PROJ], **options))
 
 
-def test_an_adapter_that_began_with_a_part_of_the_base(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_began_with_a_part_of_the_base(dtype: str, base: Path, tmp_path: Path) -> None:
     """PiSSA quantized what it left of the weight, and saves that beginning, negated, behind what was trained."""
-    config = replace(RUN, quantization="nf4", init_lora_weights="pissa")
+    config = replace(RUN, quantization="nf4", init_lora_weights="pissa", dtype=dtype)  # type: ignore[arg-type]
     run = make_run(base, tmp_path / "run", config, r=8, lora_alpha=16)
     merged, stored = export(run, tmp_path / "merged"), load_file(base / "model.safetensors")
     beginning = delta(run, Q_PROJ) - delta(run, Q_PROJ, rank=8)
-    rest = round_trip(stored[Q_PROJ] - beginning, quant_type="nf4", compress_statistics=True)
-    torch.testing.assert_close(merged[Q_PROJ], rest + delta(run, Q_PROJ), rtol=1e-4, atol=1e-5)
+    held = getattr(torch, dtype)
+    left = (stored[Q_PROJ].to(held).float() - beginning).to(held)
+    rest = round_trip(left, quant_type="nf4", compress_statistics=True).float()
+    torch.testing.assert_close(merged[Q_PROJ], rest + delta(run, Q_PROJ), rtol=1e-4, atol=1e-4)
     assert (merged[Q_PROJ] - stored[Q_PROJ] - delta(run, Q_PROJ, rank=8)).abs().max() > 1e-2
 
 
