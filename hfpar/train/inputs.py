@@ -27,6 +27,18 @@ def with_demo_assets(config: SFTConfig, layout: Layout) -> SFTConfig:
     )
 
 
+def make_layout(config: SFTConfig, rank: int, world_size: int) -> Layout:
+    """A rank's place, with the sizes of the config."""
+    return Layout(
+        rank,
+        world_size,
+        cp_size=config.cp_size or 1,
+        sp_size=config.sp_size or 1,
+        tp_size=config.tp_size or 1,
+        tp_sequence=config.tp_sequence,
+    )
+
+
 def find_checked_model(config: SFTConfig, layout: Layout) -> ModelSource:
     """Everything about the model but its weights, of a family that hfpar is known to compute right.
 

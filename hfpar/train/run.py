@@ -86,11 +86,10 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     config = settle(config, launch.defaults)
 
     from hfpar import accelerator as accelerate_launch
-    from hfpar.engine.build import build_engine
-    from hfpar.parallel.layout import Layout
     from hfpar.train import (
         checkpoint,
         data,
+        engines,
         export,
         inputs,
         loop,
@@ -107,14 +106,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
         launch, report_to=trackers.names(config), project_dir=config.output_dir
     )
     device = accelerate_launch.device_of(accelerator)
-    layout = Layout(
-        launch.rank,
-        launch.world_size,
-        cp_size=config.cp_size or 1,
-        sp_size=config.sp_size or 1,
-        tp_size=config.tp_size or 1,
-        tp_sequence=config.tp_sequence,
-    )
+    layout = inputs.make_layout(config, launch.rank, launch.world_size)
     config = inputs.with_demo_assets(config, layout)
     optim.check_optimizer(config, launch.settings, device)
     source = inputs.find_checked_model(config, layout)
@@ -126,16 +118,8 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     token_rows = untrained_tokens.choose_rows(config, source, loader.samples, layout)
     folder = checkpoint.RunFolder(config, layout)
 
-    engine = build_engine(
-        launch.settings,
-        model.build_model(config, source, launch.settings, layout, quantization, token_rows),
-        lambda parameters: optim.make_optimizer(parameters, config),
-        layout,
-        device,
-        checkpoint_folder=source.folder,
-        gradient_accumulation_steps=config.gradient_accumulation_steps or 1,
-        max_grad_norm=config.max_grad_norm or None,
-    )
+    module = model.build_model(config, source, launch.settings, layout, quantization, token_rows)
+    engine = engines.wrap(config, launch.settings, module, source.folder, layout, device)
     trainer = loop.Trainer(
         config=config,
         layout=layout,

@@ -283,6 +283,11 @@ def test_dump_keeps_every_setting(tmp_path):
         dtype="bfloat16",
         attn_implementation="sdpa",
         gradient_checkpointing=True,
+        quantization="fp4",
+        bnb_4bit_compute_dtype="bfloat16",
+        bnb_4bit_use_double_quant=False,
+        bnb_4bit_quant_storage="bfloat16",
+        llm_int8_skip_modules=["a"],
         dataset=[
             "a",
             DataSource(path="b", split="s", name="n", weight=0.5, format="text", columns={"text": "t"}),

@@ -35,7 +35,7 @@ def test_cells_are_every_combination_layout_by_layout():
     ("arguments", "message"),
     [
         (("dpp", "dp2", "full", "packed"), r"--engines: dpp; allowed: ddp, zero1, .*; did you mean ddp\?"),
-        (("ddp", "dp2", "qlora", "packed"), r"--adapters: qlora; allowed: full, lora"),
+        (("ddp", "dp2", "dora", "packed"), r"--adapters: dora; allowed: full, lora, qlora"),
         (("ddp", "dp2", "full", "packing"), r"--batching: packing; allowed: padded, packed"),
         (
             ("ddp", "dp0", "full", "packed"),
