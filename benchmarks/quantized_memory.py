@@ -35,8 +35,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "nf4, one scale": {"method": "nf4", "double_quant": False},
     "nf4": {"method": "nf4"},
 }
+ONE: tuple[str, int, dict[str, int]] = ("ddp", 1, {})
 LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
-    ("ddp", 1, {}),
+    ONE,
     ("fsdp2", 2, {}),
     ("fsdp2", 4, {}),
     ("zero3", 2, {}),
@@ -156,7 +157,7 @@ def main() -> None:
         )
         print("| --- | --- | --- | --- | --- | --- |")
         for method, options in METHODS.items():
-            for engine, ranks, sizes in LAYOUTS:
+            for engine, ranks, sizes in LAYOUTS if method == "nf4" else (ONE,):
                 found = run_row(folder, engine, ranks, sizes, options)
                 worst = {key: max(rank[key] for rank in found) for key in found[0]}
                 tp_size = sizes.get("tp_size", 1)

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MEMORY_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Freed memory is given back at once, or a peak of some hundred MiB would tell of the C library's habits."""
+MEMORY_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": "16000000", "MALLOC_TRIM_THRESHOLD_": "200000000"}
+"""Large memory is given back when it is freed, or a peak of some hundred MiB would tell of the C library's habits."""
 ROOT = Path(__file__).resolve().parents[1]
 CONTESTANTS = ("hfpar", "trl", "padded")
 TITLES = {"hfpar": "hfpar", "trl": "TRL SFTTrainer, packing", "padded": "Transformers Trainer, padded"}
