@@ -83,6 +83,8 @@ class ZeROEngine(Engine):
             max_grad_norm=max_grad_norm,
         )
         check_zero_section(config)
+        for parameter in module.parameters():
+            _round_to_engine(parameter, settings)
         _mark_cut(module, layout)
         base_optimizer = make_optimizer(trainable(module))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints a line about its op
@@ -179,12 +181,14 @@ class Partitioner:
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {key: zero[key] for key in keys if key in zero},
         }
-        self.layout = layout
+        self.settings, self.layout = settings, layout
 
     def __call__(self, module: nn.Module) -> None:
         """Cut what hangs at the module itself."""
         from deepspeed.runtime.zero import Init
 
+        for parameter in module.parameters(recurse=False):
+            _round_to_engine(parameter, self.settings)
         leaf = nn.Module()
         leaf._parameters.update(
             {name: p for name, p in module._parameters.items() if p is not None and not hasattr(p, "ds_id")}
@@ -196,6 +200,13 @@ class Partitioner:
                 data_parallel_group=self.layout.batch_group,
                 mem_efficient_linear=False,
             )
+
+
+def _round_to_engine(parameter: nn.Parameter, settings: ZeROSettings) -> None:
+    """To the type in which DeepSpeed keeps weights; it does so itself only for a model none of which is cut yet."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.mixed_precision)
+    if dtype is not None and parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+        parameter.data = parameter.data.to(dtype)
 
 
 def _mark_cut(module: nn.Module, layout: Layout) -> None:
