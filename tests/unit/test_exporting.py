@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from hfpar.errors import ConfigError
 from hfpar.exporting.main import main
+from hfpar.exporting.shards import ShardWriter
 from hfpar.models.tiny import build_tiny_model
 
 IDS = torch.arange(3, 51).view(2, 24)
@@ -157,6 +158,17 @@ def test_transposed_weights(tiny: Path, tmp_path: Path) -> None:
     output = export(adapter, tmp_path / "merged")
     assert_equal(logits_of(output), adapter_logits(base, adapter))
     assert load_file(output / "model.safetensors").keys() == without_prefix.keys()
+
+
+def test_head_that_is_tied_where_the_config_does_not_say_so(tiny: Path, tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=1)
+    base = make_base(tmp_path / "base", config, tiny)
+    settings = json.loads((base / "config.json").read_text())
+    del settings["tie_word_embeddings"]
+    (base / "config.json").write_text(json.dumps(settings))
+    choices = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["lm_head"]}
+    adapter = make_adapter(base, tmp_path / "adapter", **choices)
+    assert_equal(logits_of(export(adapter, tmp_path / "merged")), adapter_logits(base, adapter))
 
 
 @pytest.fixture
@@ -322,6 +334,30 @@ def test_broken_adapters(
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "an adapter of type IA3; only LoRA"),
+        ({"init_lora_weights": "corda"}, "changed the base in a way that can't be found again"),
+        ({"target_modules": ["nothing_here"]}, "doesn't fit the base"),
+        ({"base_model_name_or_path": None}, "names no base; name it with --base"),
+        ({"base_model_name_or_path": "some/model", "revision": "v2"}, "revision v2 of some/model"),
+    ],
+)
+def test_adapter_settings(settings: dict[str, Any], message: str, adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    assert_refused(tmp_path / "adapter", tmp_path / "merged", message)
+
+
+def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "run" / "run_config.yaml").write_text("lora_r: 4\nmodel_name_or_path: x\ndataset: y\n")
+    assert_refused(tmp_path / "run" / "checkpoint-3", tmp_path / "merged", "a checkpoint; name its run")
+    assert_refused(tmp_path / "run", tmp_path / "merged", "without an export or a whole checkpoint")
+
+
 def test_another_base(adapter: Path, tiny: Path, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", LlamaConfig(**SIZES, **NO_TOKENS), tiny)
     assert_refused(adapter, tmp_path / "merged", "doesn't fit the base", "--base", str(base))
@@ -401,6 +437,16 @@ def test_a_full_disk(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     monkeypatch.setattr("hfpar.exporting.shards.save_file", fill)
     assert_refused(adapter, tmp_path / "merged", "can't be written (No space left on device)")
+
+
+def test_an_export_that_transformers_would_not_read_is_refused(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = ShardWriter.add
+    monkeypatch.setattr(
+        ShardWriter, "add", lambda self, name, weight: add(self, name.replace("norm", "nrom"), weight)
+    )
+    assert_refused(adapter, tmp_path / "merged", "can't be stored under a name that Transformers reads")
 
 
 @pytest.mark.parametrize(
