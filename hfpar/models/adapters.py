@@ -14,6 +14,7 @@ from torch import nn
 from hfpar.errors import ConfigError
 from hfpar.models import adapter_init, token_rows
 from hfpar.models.quantized import quantized_weights
+from hfpar.models.token_rows import Fresh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class LoraChoices:
     """Tokens whose rows of the embedding are trained; the head's, too, where the two are tied."""
     head_rows: tuple[int, ...] = ()
     """Tokens whose rows of the head are trained, where it has its own."""
+    fresh_embedding: Fresh | None = None
+    fresh_head: Fresh | None = None
+    """Of these rows, those that don't begin as the checkpoint has them."""
 
 
 def add_lora(
@@ -82,7 +86,7 @@ def add_adapters(model: Any, choices: LoraChoices, *, seed: int, folder: Path | 
     torch.manual_seed(seed)
     adapter_init.initialize(peft_model, choices.init_lora_weights, choices.dtype, folder)
     torch.random.set_rng_state(generator_state)
-    token_rows.initialize(peft_model, choices.dtype, folder)
+    token_rows.initialize(peft_model, choices.dtype, folder, choices.fresh_embedding, choices.fresh_head)
     return peft_model
 
 

@@ -8,6 +8,7 @@ place of its results.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,6 +22,19 @@ from hfpar.models.stored import SafetensorsSource, WeightPart, WholeSource, chec
 _SLOTS = "hfpar_slots"
 
 
+@dataclass(frozen=True, eq=False)
+class Fresh:
+    """Rows of one matrix that don't begin with what the checkpoint has there, which is next to nothing.
+
+    A row of zeros stays zero through every layer that has no bias, and each norm on the way multiplies its gradient
+    by a thousand (1 / sqrt(eps)): training would end at the first step.
+    """
+
+    tokens: tuple[int, ...]
+    start: Tensor
+    """[H], the mean of the vocabulary's rows."""
+
+
 def indices(model: Any, embedding: tuple[int, ...], head: tuple[int, ...]) -> dict[str, list[int]] | None:
     """PEFT's `trainable_token_indices`: rows by the module's name in the model; None: no row is trained."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -32,13 +46,21 @@ def indices(model: Any, embedding: tuple[int, ...], head: tuple[int, ...]) -> di
     return chosen or None
 
 
-def initialize(model: Any, dtype: torch.dtype, folder: Path | None) -> None:
+def initialize(
+    model: Any,
+    dtype: torch.dtype,
+    folder: Path | None,
+    fresh_embedding: Fresh | None = None,
+    fresh_head: Fresh | None = None,
+) -> None:
     """Give trained rows the values that the checkpoint has there, and let the layers use them.
 
     Args:
         model: a PEFT model; its base may be on the meta device.
         dtype: of the trained rows.
         folder: the base's checkpoint. None: its weights are there.
+        fresh_embedding: rows of the embedding that begin otherwise.
+        fresh_head: rows of a head with a matrix of its own that do.
     """
     for name, wrapper in _wrappers(model):
         adapter = wrapper.token_adapter
@@ -48,10 +70,20 @@ def initialize(model: Any, dtype: torch.dtype, folder: Path | None) -> None:
                 values = adapter.get_base_layer().weight.detach()[rows].clone()
             else:
                 values = _stored_rows(model, name, wrapper, rows, folder)
-            adapter.trainable_tokens_delta[ADAPTER] = nn.Parameter(values.to(dtype))
             adapter.trainable_tokens_original[ADAPTER] = values
+            is_embedding = isinstance(adapter.get_base_layer(), nn.Embedding)
+            first = _begin(values.to(dtype), rows, fresh_embedding if is_embedding else fresh_head)
+            adapter.trainable_tokens_delta[ADAPTER] = nn.Parameter(first)
     for _, wrapper in _wrappers(model):
         _use_rows(wrapper)
+
+
+def _begin(values: Tensor, rows: list[int], fresh: Fresh | None) -> Tensor:
+    values = values.clone()
+    for place, row in enumerate(rows):
+        if fresh is not None and row in fresh.tokens:
+            values[place] = fresh.start
+    return values
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:

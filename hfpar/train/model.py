@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hfpar.config.schema import SFTConfig
 from hfpar.errors import ConfigError
 from hfpar.models import adapters, load
 from hfpar.models.quantization import Quantization, QuantizationChoice, check_device, find_quantization
+from hfpar.models.token_rows import Fresh
 from hfpar.parallel import sequence, tensor
 from hfpar.parallel.layout import Layout
 from hfpar.train import loss
@@ -28,6 +29,9 @@ class TokenRows:
     """The head's, too, where the two are tied."""
     head: tuple[int, ...] = ()
     """Of a head with a matrix of its own."""
+    fresh_embedding: Fresh | None = field(default=None, compare=False)
+    fresh_head: Fresh | None = field(default=None, compare=False)
+    """Of these rows, those that don't begin as the checkpoint has them."""
 
     @classmethod
     def of(cls, config: SFTConfig) -> TokenRows:
@@ -179,4 +183,6 @@ def lora_choices(config: SFTConfig, token_rows: TokenRows) -> adapters.LoraChoic
         dtype=load.DTYPES[config.adapter_dtype],
         embedding_rows=token_rows.embedding,
         head_rows=token_rows.head,
+        fresh_embedding=token_rows.fresh_embedding,
+        fresh_head=token_rows.fresh_head,
     )

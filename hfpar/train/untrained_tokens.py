@@ -7,6 +7,7 @@ are zero, or what they were made with. An adapter of the layers can't mend that,
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +22,7 @@ from hfpar.errors import ConfigError
 from hfpar.models import load
 from hfpar.models.adapters import modules_named
 from hfpar.models.stored import SafetensorsSource, WeightPart
+from hfpar.models.token_rows import Fresh
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
 from hfpar.train.model import ModelSource, TokenRows
@@ -36,6 +38,11 @@ SMALLEST_DEVIATION = 0.1
 
 COPY = 0.01
 """Relative distance below which a row is another token's: rows made alike, and moved alike ever since."""
+
+NEXT_TO_NOTHING = 1e-3
+"""Of the vocabulary's usual norm: rows below don't begin as they are (see `Fresh`)."""
+
+ZEROS = "rows of zeros"
 
 _SAMPLES = 1000
 _BLOCKS, _BLOCK_ROWS = 64, 64
@@ -62,13 +69,10 @@ def choose_rows(
         return rows
     matrices = _Matrices(config, source)
     named = _named_tokens(config, source.tokenizer)
-    if named is None:
-        reasons: dict[int, str] = on_main(layout, lambda: _find(matrices, samples, source.tokenizer))
-        chosen = list(reasons) if config.train_tokens == "auto" else []
-        if reasons and layout.rank == 0:
-            _tell(config, reasons, source.tokenizer, matrices)
-    else:
-        chosen = named
+    found = on_main(layout, lambda: _look(matrices, named, samples, source.tokenizer))
+    if layout.rank == 0:
+        _tell(config, found, source.tokenizer, matrices)
+    chosen = named or (list(found.reasons) if config.train_tokens == "auto" else [])
     if not chosen:
         return rows
     if layout.tp_size > 1:
@@ -77,13 +81,13 @@ def choose_rows(
             f"train_tokens: the rows of {tokens} would be trained alone, which hfpar can't do with tp_size "
             f"{layout.tp_size}; set train_tokens: none, or leave tp_size at 1"
         )
-    return matrices.rows(rows, chosen, is_asked_for=named is not None)
+    return matrices.rows(rows, chosen, found, is_asked_for=bool(named))
 
 
-def _named_tokens(config: SFTConfig, tokenizer: Any) -> list[int] | None:
-    """The tokens that `train_tokens` lists; None: it lists none."""
+def _named_tokens(config: SFTConfig, tokenizer: Any) -> list[int]:
+    """The tokens that `train_tokens` lists."""
     if config.train_tokens in ("auto", "none"):
-        return None
+        return []
     texts = [config.train_tokens] if isinstance(config.train_tokens, str) else config.train_tokens
     vocabulary = tokenizer.get_vocab()
     unknown = next((text for text in texts if text not in vocabulary), None)
@@ -95,19 +99,23 @@ def _named_tokens(config: SFTConfig, tokenizer: Any) -> list[int] | None:
     return [vocabulary[text] for text in texts]
 
 
-def _tell(config: SFTConfig, reasons: dict[int, str], tokenizer: Any, matrices: _Matrices) -> None:
+def _tell(config: SFTConfig, found: _Found, tokenizer: Any, matrices: _Matrices) -> None:
+    if not found.reasons:
+        return
     kinds = {
-        kind: _texts([token for token, other in reasons.items() if other == kind], tokenizer)
-        for kind in dict.fromkeys(reasons.values())
+        kind: _texts([token for token, other in found.reasons.items() if other == kind], tokenizer)
+        for kind in dict.fromkeys(found.reasons.values())
     }
-    found = "; ".join(f"{tokens} ({kind})" for kind, tokens in kinds.items())
+    listed = "; ".join(f"{tokens} ({kind})" for kind, tokens in kinds.items())
     if config.train_tokens == "none":
         what = "they stay as they are, by train_tokens: none"
     elif matrices.all_trained:
         what = "their rows are trained with the whole matrix"
     else:
         what = "their rows are trained beside the adapters"
-    logger.warning("train_tokens: the data uses tokens that this model was never taught: %s; %s", found, what)
+        what += ", zeros from the vocabulary's mean on" if found.fresh else ""
+    where = "" if _named_tokens(config, tokenizer) else " of the data"
+    logger.warning("train_tokens: tokens%s that this model was never taught: %s; %s", where, listed, what)
 
 
 def _texts(tokens: Sequence[int], tokenizer: Any) -> str:
@@ -127,6 +135,16 @@ def tokens_in_use(samples: Sequence[Sample], tokenizer: Any) -> list[int]:
     return sorted(used)
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What the checkpoint says of tokens."""
+
+    reasons: dict[int, str]
+    """Why a token counts as never trained."""
+    fresh: dict[str, Fresh]
+    """By `embedding` or `head`: rows that are next to nothing there."""
+
+
 def why_untrained(row: Tensor, vocabulary: Tensor, others: Tensor) -> str | None:
     """What shows that a row was never trained, or None.
 
@@ -135,49 +153,58 @@ def why_untrained(row: Tensor, vocabulary: Tensor, others: Tensor) -> str | None
         vocabulary: [n], norms of other tokens' rows.
         others: [k, H], rows of other special and added tokens.
     """
-    norm = row.norm()
+    norm, usual = float(row.norm()), vocabulary[vocabulary > 0].log()
     if norm == 0:
-        return "rows of zeros"
-    usual = vocabulary[vocabulary > 0].log()
+        return ZEROS
     if len(usual):
+        away = math.log(norm) - float(usual.median())
         deviation = max(1.4826 * float((usual - usual.median()).abs().median()), SMALLEST_DEVIATION)
-        if abs(float(norm.log() - usual.median())) > FAR_OFF * deviation:
+        if away < math.log(NEXT_TO_NOTHING):
+            return ZEROS
+        if abs(away) > FAR_OFF * deviation:
             return f"norms far from the vocabulary's {float(usual.median().exp()):.2g}"
-    if len(others) and float((others - row).norm(dim=1).min() / norm) < COPY:
+    if len(others) and float((others - row).norm(dim=1).min()) < COPY * norm:
         return "copies of other tokens"
     return None
 
 
-def _find(matrices: _Matrices, samples: Sequence[Sample], tokenizer: Any) -> dict[int, str]:
-    """The tokens in use that were never trained, and what shows it."""
-    used = tokens_in_use(samples, tokenizer)
-    if not used:
-        return {}
+def _look(matrices: _Matrices, named: Sequence[int], samples: Sequence[Sample], tokenizer: Any) -> _Found:
+    """Which of the named tokens, or of those in use, were never trained."""
+    tokens = sorted(named) or tokens_in_use(samples, tokenizer)
+    found = _Found({}, {})
+    if not tokens:
+        return found
     if not matrices.all:
         logger.warning(
             "train_tokens: nobody has looked whether this model was taught the chat template's tokens: its embedding "
             "isn't stored in a form that hfpar reads by rows"
         )
-    added = sorted(tokenizer.added_tokens_decoder)
-    found: dict[int, str] = {}
     for matrix in matrices.all:
-        present = [token for token in added if token < matrix.num_rows]
+        present = sorted(
+            token for token in {*tokens, *tokenizer.added_tokens_decoder} if token < matrix.num_rows
+        )
         rows = dict(zip(present, matrix.read(present), strict=True))
-        vocabulary = matrix.sample_norms(excluded=set(present))
-        for token in used:
+        usual = matrix.sample(excluded=set(present))
+        reasons = {}
+        for token in tokens:
             others = [row for other, row in rows.items() if other != token]
             reason = why_untrained(
-                rows[token], vocabulary, torch.stack(others) if others else torch.empty(0, 0)
+                rows[token], usual.norm(dim=1), torch.stack(others) if others else torch.empty(0, 0)
             )
             if reason is not None:
-                found.setdefault(token, reason)
-    return dict(sorted(found.items()))
+                reasons[token] = found.reasons.setdefault(token, reason)
+        zeros = tuple(token for token, reason in reasons.items() if reason == ZEROS)
+        if zeros:
+            found.fresh[matrix.name] = Fresh(zeros, usual.mean(dim=0))
+    return found
 
 
 @dataclass(frozen=True)
 class _Matrix:
     """The embedding or the head, in a checkpoint."""
 
+    name: str
+    """embedding or head."""
     source: SafetensorsSource
     found: str
     like: Tensor
@@ -196,8 +223,8 @@ class _Matrix:
             parts.append(self.source.read(self.found, part).float())
         return torch.cat(parts) if parts else torch.empty(0, self.like.shape[1])
 
-    def sample_norms(self, excluded: set[int]) -> Tensor:
-        """Norms of rows that are spread over all, or of all where there are few."""
+    def sample(self, excluded: set[int]) -> Tensor:
+        """Rows that are spread over all, or all where there are few, but for some."""
         size = self.num_rows
         if size <= _BLOCKS * _BLOCK_ROWS:
             chosen = range(size)
@@ -206,7 +233,7 @@ class _Matrix:
             starts = [number * (size - _BLOCK_ROWS) // (_BLOCKS - 1) for number in range(_BLOCKS)]
             spread = {start + row for start in starts for row in range(_BLOCK_ROWS)}
             rows = sorted(spread - excluded)
-        return self.read(rows).norm(dim=1)
+        return self.read(rows)
 
 
 class _Matrices:
@@ -223,10 +250,10 @@ class _Matrices:
         stored = SafetensorsSource(source.folder, model, keys)
         groups = [keys] if self.is_tied else [[key] for key in keys]
         self.all: list[_Matrix] = []
-        for group, module in zip(groups, modules, strict=False):
+        for name, group, module in zip(("embedding", "head"), groups, modules, strict=False):
             found = stored.find(group)
             if found is not None:
-                self.all.append(_Matrix(stored, found, module.weight))
+                self.all.append(_Matrix(name, stored, found, module.weight))
         wanted = [*_as_list(config.modules_to_save), *_as_list(config.lora_target_modules)]
         trained = {id(module) for name in wanted for _, module in modules_named(model, name)}
         self.embedding_trained, self.head_trained = id(embedding) in trained, id(head) in trained
@@ -238,7 +265,9 @@ class _Matrices:
             return self.embedding_trained or self.head_trained
         return self.embedding_trained and self.head_trained
 
-    def rows(self, given: TokenRows, tokens: Sequence[int], *, is_asked_for: bool) -> TokenRows:
+    def rows(
+        self, given: TokenRows, tokens: Sequence[int], found: _Found, *, is_asked_for: bool
+    ) -> TokenRows:
         """Rows that are named by number, and those of tokens, but for matrices that are trained anyway."""
         if self.all_trained:
             if is_asked_for:
@@ -249,7 +278,12 @@ class _Matrices:
             return given
         embedding = given.embedding if self.embedding_trained else (*given.embedding, *tokens)
         head = given.head if self.is_tied or self.head_trained else (*given.head, *tokens)
-        return TokenRows(tuple(sorted(set(embedding))), tuple(sorted(set(head))))
+        return TokenRows(
+            tuple(sorted(set(embedding))),
+            tuple(sorted(set(head))),
+            found.fresh.get("embedding"),
+            found.fresh.get("head"),
+        )
 
 
 def _as_list(names: str | list[str] | None) -> list[str]:

@@ -1,5 +1,6 @@
 """Chat markers that a model was never taught are found and trained on every engine, and nothing else of the matrix."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 MARKERS = {"<|im_start|>": 1, "<|im_end|>": 2}
 EMBEDDING = "base_model.model.model.embed_tokens.token_adapter.base_layer.weight"
 TRAINED = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta.default"
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def train(worker: Any, folder: Path) -> dict[str, Any]:
@@ -40,6 +43,7 @@ def train(worker: Any, folder: Path) -> dict[str, Any]:
     for engine in ENGINES:
         with make_trainer(config, engine_settings(engine), samples, layout, token_rows=rows) as trainer:
             trainer.train(None)
+            rows_of_metrics = (folder / "run" / "metrics.jsonl").read_text().splitlines()
             weights = {name: value.clone() for name, value in trainer.engine.parameters()}
             if worker.rank == 0:
                 trained = {
@@ -47,6 +51,7 @@ def train(worker: Any, folder: Path) -> dict[str, Any]:
                 }
                 save_adapter(trainer.engine.module, trained, folder / engine)
         found[engine] = {"rows": rows, "embedding": weights[EMBEDDING], "trained": weights[TRAINED]}
+        found[engine]["norms"] = [json.loads(line)["grad_norm"] for line in rows_of_metrics]
     return found
 
 
@@ -79,7 +84,9 @@ def test_exactly_the_markers_rows_change(engine: str, found: dict[str, Any], fol
     assert mine["rows"].embedding == tuple(MARKERS.values()) and mine["rows"].head == ()
     assert (mine["embedding"] == stored).all()
     assert mine["trained"].shape == (2, 32)
-    assert (mine["trained"].abs().amax(dim=1) > 1e-3).all()
+    mean = stored[3:].mean(dim=0)
+    assert ((mine["trained"] - mean).abs().amax(dim=1) > 1e-3).all()
+    assert max(mine["norms"]) < 1e3
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from hfpar.config.schema import SFTConfig
 from hfpar.data.stream import Sample
 from hfpar.errors import ConfigError
-from hfpar.models.load import load_model_config, load_tokenizer
+from hfpar.models.adapters import LoraChoices, add_adapters
+from hfpar.models.load import load_model_config, load_tokenizer, skeleton
 from hfpar.models.tiny import build_tiny_model
 from hfpar.parallel.layout import Layout
 from hfpar.train import untrained_tokens
@@ -42,7 +43,7 @@ def row(norm: float, seed: int = 0) -> torch.Tensor:
     ("norm", "spread", "reason"),
     [
         (0.0, 0.2, "rows of zeros"),
-        (1e-9, 0.2, "norms far from the vocabulary's 3"),  # Llama 3's reserved tokens are about so
+        (1e-9, 0.2, "rows of zeros"),  # Llama 3's reserved tokens are about so
         (0.6, 0.2, "norms far from the vocabulary's 3"),
         (30.0, 0.2, "norms far from the vocabulary's 3"),  # torch's own first values of an embedding
         (1.7, 0.2, None),
@@ -133,10 +134,36 @@ def test_only_tokens_that_the_data_uses(spoilt, caplog):
     assert choose(spoilt) == TokenRows((START, END))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "train_tokens: the data uses tokens that this model was never taught: <|im_start|>, <|im_end|> (rows of "
-        "zeros); their rows are trained beside the adapters"
+        "train_tokens: tokens of the data that this model was never taught: <|im_start|>, <|im_end|> (rows of "
+        "zeros); their rows are trained beside the adapters, zeros from the vocabulary's mean on"
     )
     assert choose(spoilt, [Sample([END, 5], [5, 5])]) == TokenRows((END,))
+
+
+def test_rows_of_zeros_begin_at_the_vocabularys_mean(spoilt, untied, healthy):
+    embedding = load_file(spoilt / "model.safetensors")["model.embed_tokens.weight"]
+    fresh = choose(spoilt).fresh_embedding
+    assert fresh is not None and fresh.tokens == (START, END)
+    torch.testing.assert_close(fresh.start, embedding[3:].mean(dim=0))
+    assert choose(spoilt, train_tokens=["<|pad|>"]).fresh_embedding.tokens == (PAD,)
+    assert choose(healthy, train_tokens=["<|im_end|>"]).fresh_embedding is None
+    rows = choose(untied)
+    assert rows.fresh_embedding is None and rows.fresh_head.tokens == (START,)
+    model = skeleton(load_model_config(untied), dtype=torch.float32)
+    choices = LoraChoices(
+        r=2, alpha=2.0, embedding_rows=rows.embedding, head_rows=rows.head, fresh_head=rows.fresh_head
+    )
+    trained = dict(add_adapters(model, choices, seed=0, folder=untied).named_parameters())
+    begun = {
+        name.split(".token_adapter")[0]: value
+        for name, value in trained.items()
+        if "trainable_tokens" in name
+    }
+    weights = load_file(untied / "model.safetensors")
+    assert torch.equal(begun["base_model.model.lm_head"], rows.fresh_head.start[None])
+    assert torch.equal(
+        begun["base_model.model.model.embed_tokens"], weights["model.embed_tokens.weight"][[START]]
+    )
 
 
 def test_every_part_of_long_data_is_looked_at(spoilt):
@@ -158,8 +185,14 @@ def test_none_says_so_and_trains_none(spoilt, caplog):
 
 def test_a_list_is_trained_as_it_is(healthy, caplog):
     assert choose(healthy, train_tokens=["<|im_end|>", "Ġthe"]).embedding[:1] == (END,)
-    assert choose(healthy, train_tokens="<|pad|>") == TokenRows((PAD,))
+    assert choose(healthy, train_tokens="<|im_start|>") == TokenRows((START,))
     assert not caplog.records
+    assert choose(healthy, train_tokens="<|pad|>") == TokenRows((PAD,))  # torch makes that row of zeros
+    assert (
+        caplog.records[-1]
+        .getMessage()
+        .startswith("train_tokens: tokens that this model was never taught: <|pad|>")
+    )
     with pytest.raises(
         ConfigError, match=r"^train_tokens: <\|im_ende\|> is no token of this model's tokenizer; name"
     ):
