@@ -70,18 +70,16 @@ def choose_rows(
     matrices = _Matrices(config, source)
     named = _named_tokens(config, source.tokenizer)
     found = on_main(layout, lambda: _look(matrices, named, samples, source.tokenizer))
-    if layout.rank == 0:
-        _tell(config, found, source.tokenizer, matrices)
     chosen = named or (list(found.reasons) if config.train_tokens == "auto" else [])
-    if not chosen:
-        return rows
-    if layout.tp_size > 1:
+    if chosen and layout.tp_size > 1:
         tokens = _texts(chosen, source.tokenizer)
         raise ConfigError(
             f"train_tokens: the rows of {tokens} would be trained alone, which hfpar can't do with tp_size "
             f"{layout.tp_size}; set train_tokens: none, or leave tp_size at 1"
         )
-    return matrices.rows(rows, chosen, found, is_asked_for=bool(named))
+    if layout.rank == 0:
+        _tell(config, found, source.tokenizer, matrices)
+    return matrices.rows(rows, chosen, found, is_asked_for=bool(named)) if chosen else rows
 
 
 def _named_tokens(config: SFTConfig, tokenizer: Any) -> list[int]:
