@@ -67,11 +67,21 @@ OPTIMIZER = ["--learning_rate", "1e-2", "--adam_epsilon", "1e-3", "--lr_schedule
 COMMON = ["--max_steps", "4", *OPTIMIZER, "--seed", "3"]
 LORA = ["--lora_r", "4", "--lora_dropout", "0.2"]
 
-REFERENCES = {"padded": PADDED, "packed": PACKED, "lora": [*PADDED, *LORA]}
+QLORA = ["--lora_r", "4", "--quantization", "nf4"]
+
+REFERENCES = {"padded": PADDED, "packed": PACKED, "lora": [*PADDED, *LORA], "qlora": [*PADDED, *QLORA]}
 """By one process."""
 RUNS: dict[str, dict[str, Any]] = {
     "sp2, padded": {"flags": ["--sp_size", "2", *PADDED], "like": "padded"},
     "cp2, packed": {"flags": ["--cp_size", "2", *PACKED], "like": "packed"},
+    "sp2, nf4, saved": {
+        "flags": ["--sp_size", "2", *PADDED, *QLORA, "--max_steps", "2", "--output_dir", "nf4 saved"]
+    },
+    "sp2, nf4, resumed": {
+        "copy": ["nf4 saved", "nf4 resumed"],
+        "flags": ["--sp_size", "2", *PADDED, *QLORA, "--resume", "--output_dir", "nf4 resumed"],
+        "like": "qlora",
+    },
     "sp2, saved": {"flags": ["--sp_size", "2", *PADDED, "--max_steps", "2", "--output_dir", "sp2 saved"]},
     "sp2, resumed": {
         "copy": ["sp2 saved", "sp2 resumed"],

@@ -25,19 +25,16 @@ LORA_R, LORA_ALPHA, RATE, BUDGET = 8, 16.0, 1e-3, 1024
 SAME_LOSS = 1e-3
 """Relative. In fp32 what limits it is the order of sums alone: 1e-5 and less."""
 
-CELLS = {
+CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": ("ddp", "2", {}),
     "fsdp2": ("fsdp2", "2", {}),
     "zero2": ("zero2", "2", {}),
     "zero3": ("zero3", "2", {}),
     "fsdp2 sp3": ("fsdp2", "3", {"sp_size": 3, "gradient_accumulation_steps": 2}),
-    "zero3 sp3": ("zero3", "3", {"sp_size": 3, "gradient_accumulation_steps": 2}),
 }
-BESIDE = {
-    "ddp lora": ("ddp", "2", {"quantization": "none"}),
-    "ddp full": ("ddp", "2", {"quantization": "none", "lora_r": 0, "learning_rate": 2e-5}),
-    "fsdp2 lora": ("fsdp2", "2", {"quantization": "none"}),
-    "fsdp2 full": ("fsdp2", "2", {"quantization": "none", "lora_r": 0, "learning_rate": 2e-5}),
+BESIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ddp lora": ("ddp", "2", {"quantization": "none", "gradient_checkpointing": "true"}),
+    "ddp full": ("ddp", "2", {"quantization": "none", "gradient_checkpointing": "true", "lora_r": 0}),
 }
 """For the table of memory."""
 
@@ -105,15 +102,17 @@ def train(
             "quantization": "nf4",
             **changes,
         }
+        if name in BESIDE:
+            flags["max_steps"] = 2
         if not flags["lora_r"]:
             del flags["lora_alpha"]
         program = start_training(
             engine,
             *(str(part) for key in flags for part in (f"--{key}", flags[key])),
             launcher_flags=("--num_processes", processes),
-            # Freed memory goes back, or a peak would tell of the C library's habits.
-            MALLOC_MMAP_THRESHOLD_="1000000",
-            MALLOC_TRIM_THRESHOLD_="65536",
+            # Large memory goes back when it is freed, or a peak would tell of the C library's habits.
+            MALLOC_MMAP_THRESHOLD_="16000000",
+            MALLOC_TRIM_THRESHOLD_="200000000",
         )
         assert program.wait(timeout=1100) == 0, program.output
         rows = done[name] = metrics(folder / name)
@@ -224,6 +223,5 @@ def test_the_merged_model_answers_as_the_adapter_does(folder: Path, train: Train
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_memory_beside_lora_and_full_fine_tuning(name: str, train: Train) -> None:
-    engine = name.split()[0]
-    peak = {run: max(row.get("peak_memory_bytes", 0) for row in train(run)) for run in (engine, name)}
-    assert peak[engine] < peak[name]
+    peak = {run: max(row.get("peak_memory_bytes", 0) for row in train(run)) for run in ("ddp", name)}
+    assert peak["ddp"] < peak[name]
