@@ -167,8 +167,8 @@ def test_rows_of_zeros_begin_at_the_vocabularys_mean(spoilt, untied, healthy):
 
 
 def test_every_part_of_long_data_is_looked_at(spoilt):
-    samples = [Sample([5, 6], [5, 6])] * 9000 + [Sample([START], [5])] * 9
-    assert tokens_in_use(samples, load_tokenizer(spoilt)) == [START]
+    samples = [Sample([END], [5]), *[Sample([5, 6], [5, 6])] * 9000, *[Sample([START], [5])] * 9]
+    assert tokens_in_use(samples, load_tokenizer(spoilt)) == [START, END]
 
 
 def test_a_healthy_model_has_none(healthy, caplog):
