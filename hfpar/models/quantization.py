@@ -152,6 +152,26 @@ class QuantizationChoice:
     storage: str = "auto"
     skip_modules: list[str] | None = field(default=None)
 
+    def check_unused(self) -> None:
+        """Refuse settings of a quantization that isn't there.
+
+        Raises:
+            ConfigError: names the first.
+        """
+        for name, value in (
+            ("bnb_4bit_compute_dtype", None if self.compute_dtype == "auto" else self.compute_dtype),
+            (
+                "bnb_4bit_use_double_quant",
+                None if self.double_quant is None else str(self.double_quant).lower(),
+            ),
+            ("bnb_4bit_quant_storage", None if self.storage == "auto" else self.storage),
+            ("llm_int8_skip_modules", None if self.skip_modules is None else ", ".join(self.skip_modules)),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name}: {value}, but nothing is quantized; set quantization, such as nf4, or leave it out"
+                )
+
 
 def find_quantization(
     choice: QuantizationChoice, config: PretrainedConfig, settings: EngineSettings, dtype: torch.dtype
@@ -176,6 +196,7 @@ def find_quantization(
     if stored is not None:
         return _stored_quantization(choice, stored, compute_dtype, settings, dtype)
     if choice.method in (None, "none"):
+        choice.check_unused()
         return None
     if choice.method == "mxfp4":
         raise ConfigError(
