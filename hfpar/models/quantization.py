@@ -203,7 +203,6 @@ def find_quantization(
             "quantization: mxfp4 is for checkpoints that hold it, such as GPT-OSS, which this one doesn't; use nf4"
         )
     check_bitsandbytes(choice.method)
-    check_bitsandbytes(choice.method)
     return Quantization(
         choice.method,
         double_quant=choice.double_quant is not False,
