@@ -85,6 +85,9 @@ class ZeROEngine(Engine):
         check_zero_section(config)
         for parameter in module.parameters():
             _round_to_engine(parameter, settings)
+        for owner in module.modules():  # DeepSpeed moves none once something has been cut while loading
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = None if buffer is None else buffer.to(device)
         _mark_cut(module, layout)
         base_optimizer = make_optimizer(trainable(module))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints a line about its op

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +96,8 @@ def held_weights(run: Run, base: Base, make_skeleton: Callable[..., Any], *, ori
     if run.config is None:
         return HeldWeights("the base as it is stored")
     method = run.config.quantization
+    if not original:
+        _check_was_plain(run)
     if original:
         return HeldWeights(_about_original(method))
     dtype = weights_dtype(run.config.dtype, run.base_config)
@@ -119,6 +123,22 @@ def held_weights(run: Run, base: Base, make_skeleton: Callable[..., Any], *, ori
         _cuts_through_blocks(model, run.config.tp_size or 1),
         rank,
     )
+
+
+def _check_was_plain(run: Run) -> None:
+    """Refuse to make of plain weights what a checkpoint held in few bits.
+
+    Raises:
+        ConfigError: the run's own base was stored quantized.
+    """
+    assert run.config is not None
+    own = Path(str(run.config.model_name_or_path)).expanduser() / "config.json"
+    is_stored = own.is_file() and "quantization_config" in json.loads(own.read_text())
+    if is_stored or run.config.quantization == "mxfp4":
+        raise ConfigError(
+            f"--base: {run.base} holds plain weights, but the run was trained on {own.parent}, which is stored "
+            "quantized; use that base, or --into original"
+        )
 
 
 def _about_original(method: str | None) -> str:

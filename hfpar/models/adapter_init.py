@@ -333,7 +333,7 @@ def as_plain_lora(model: Any, weights: dict[str, Tensor]) -> tuple[dict[str, Ten
         for key, first, dim in (("lora_A", taken.a, 0), ("lora_B", -taken.b, 1)):
             full_name = f"{name}.{key}.{ADAPTER}.weight"
             if full_name in weights:
-                converted[full_name] = torch.cat([weights[full_name], first.to(weights[full_name])], dim=dim)
+                converted[full_name] = torch.cat([weights[full_name].to(first.dtype), first], dim=dim)
     if not found:
         return weights, config
     config = copy.deepcopy(config)

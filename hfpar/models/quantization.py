@@ -59,15 +59,25 @@ def quantize_skeleton(model: Any, quantization: Quantization) -> None:
     Raises:
         ConfigError: nothing to quantize, or a name to skip that no module has.
     """
-    chosen = experts_to_quantize(model, quantization.skip_modules)
+    skip = quantization.skip_modules
+    if not quantization.is_stored:
+        check_skipped(model, skip)  # a checkpoint's own list may name what this class doesn't have
+    chosen = experts_to_quantize(model, skip)
     if quantization.method != "mxfp4":
         chosen = [
-            *((name, "weight") for name in layers_to_quantize(model, quantization.skip_modules)),
+            *((name, "weight") for name in layers_to_quantize(model, skip)),
             *(() if quantization.is_stored else chosen),  # bitsandbytes stores none
         ]
+    seen: dict[int, str] = {}
     for name, leaf in chosen:
         module = model.get_submodule(name)
         parameter = module._parameters[leaf]
+        twin = seen.setdefault(id(parameter), name)
+        if twin != name and parameter is not None:
+            raise ConfigError(
+                f"quantization: {type(model).__name__} has one weight for {twin} and {name}, which hfpar can't hold in "
+                "few bits; add both to llm_int8_skip_modules"
+            )
         weight = QuantizedWeight(
             quantization.format,
             tuple(parameter.shape),
@@ -119,12 +129,18 @@ def _matrices_of_experts(module: nn.Module) -> list[str]:
     ]
 
 
-def _not_skipped(model: Any, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def check_skipped(model: Any, skip_modules: Sequence[str]) -> None:
+    """Refuse names that skip nothing.
+
+    Raises:
+        ConfigError: names the first.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    modules = dict(model.named_modules())
     quantizable = [
-        name for name, module in modules.items() if type(module) is nn.Linear or _matrices_of_experts(module)
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear or _matrices_of_experts(module)
     ]
     for skipped in skip_modules:
         if all(should_convert_module(name, [skipped]) for name in quantizable):
@@ -132,9 +148,14 @@ def _not_skipped(model: Any, skip_modules: Sequence[str]) -> Iterator[tuple[str,
                 f"llm_int8_skip_modules: {skipped} names no layer of {type(model).__name__} that would be quantized; "
                 "give the end of a layer's name, or the beginning of a whole one such as model.layers.0"
             )
+
+
+def _not_skipped(model: Any, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
     keys = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     fp32 = [name for key in keys for name in getattr(model, key, None) or ()]
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if should_convert_module(name, [*skip_modules, *fp32]):
             yield name, module
 

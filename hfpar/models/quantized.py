@@ -243,10 +243,18 @@ def _read_as_property(module: nn.Module, name: str) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Not by hooks: an engine's own, which gather the bytes, must come before.
-        self.__dict__[cache] = dequantized(self, name)
+        kept = dequantized(self, name)
+        states = next((value for value in (*args, *kwargs.values()) if _is_hidden(value)), kept)
+        if not torch.is_autocast_enabled(states.device.type):
+            kept = kept.to(states.dtype)  # what the module computes with besides
+        self.__dict__[cache] = kept
         try:
             return original.forward(self, *args, **kwargs)
         finally:
             del self.__dict__[cache]
 
     module.__class__ = type(original.__name__, (original,), {name: property(read), "forward": forward})
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

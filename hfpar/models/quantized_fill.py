@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,10 +81,11 @@ def stored_rows(weight: QuantizedWeight, rows: slice, read: ReadStored) -> Bytes
             packed = weight.cut.take(packed, weight.tp_rank)
             scales = weight.cut.take(scales, weight.tp_rank) if weight.cut.dim == 0 else scales
         return Bytes(packed[rows].clone(), scales.contiguous().view(torch.uint8)[rows].clone(), None)
+    state = _stored_state(weight, weight.format, read)
     numbers, width = weight.format.row_bytes(weight.shape)
     packed, scales = packed.flatten().view(torch.uint8), read(".absmax", None)
     if weight.format.double_quant:
-        nested = _stored_statistics(weight, read)
+        nested = _stored_statistics(state, read)
     scales = scales.view(torch.uint8)
     if weight.statistics_cut is not None:
         packed = _take_blocks(weight, packed, BLOCK // 2)
@@ -108,17 +110,29 @@ def _filled_up(flat: Tensor, num_rows: int, width: int) -> Tensor:
     return filled.view(num_rows, width)
 
 
-def _stored_statistics(weight: QuantizedWeight, read: ReadStored) -> Tensor:
+def _stored_state(weight: QuantizedWeight, form: FourBit, read: ReadStored) -> dict[str, Any]:
+    """What bitsandbytes notes beside a weight."""
     from bitsandbytes.utils import unpack_tensor_to_dict
 
+    state: dict[str, Any] = unpack_tensor_to_dict(read(f".quant_state.bitsandbytes__{form.name}", None))
+    found = (state["blocksize"], state.get("nested_blocksize"))
+    if found != (BLOCK, NESTED_BLOCK if form.double_quant else None):
+        scales = "no" if found[1] is None else f"blocks of {found[1]}"
+        raise ConfigError(
+            f"model_name_or_path: the checkpoint is quantized in blocks of {found[0]} with {scales} double "
+            f"quantization; hfpar reads blocks of {BLOCK}, and what the checkpoint's config says of them; use the "
+            "unquantized model"
+        )
+    return state
+
+
+def _stored_statistics(state: dict[str, Any], read: ReadStored) -> Tensor:
     code = read(".nested_quant_map", None)
     if not torch.equal(code, dynamic_code(code.device)):
         raise ConfigError(
             "model_name_or_path: the checkpoint's scales are quantized by another map than bitsandbytes'"
         )
-    offset = unpack_tensor_to_dict(read(f".quant_state.bitsandbytes__{weight.format.name}", None))[
-        "nested_offset"
-    ]
+    offset = state["nested_offset"]
     return torch.cat([read(".nested_absmax", None).float(), torch.tensor([offset])]).view(torch.uint8)
 
 

@@ -178,10 +178,16 @@ class SafetensorsSource:
                     f"model_name_or_path: {self.folder} holds matrices of different shapes for the experts of {name}"
                 )
             _check_shape(name, whole.get_shape(), part, self.folder)
-            if not part.like.dim():
-                tensor: Tensor = files[self.where[sections[0][0]]].get_tensor(sections[0][0])
-                return tensor
-            return part.of(whole)
+            if part.like.dim():
+                values = part.of(whole)
+            else:
+                values = files[self.where[sections[0][0]]].get_tensor(sections[0][0])
+        if part.like.is_floating_point() and not values.is_floating_point():
+            raise ConfigError(
+                f"model_name_or_path: {name} is stored quantized ({str(values.dtype).removeprefix('torch.')}) in "
+                f"{self.folder}, where the model has plain numbers; use the unquantized model"
+            )
+        return values
 
     def read_beside(self, name: str, ending: str, index: tuple[slice, ...] | None) -> Tensor:
         """A tensor, or a slice of one, that is stored with a weight and named after it.

@@ -142,7 +142,9 @@ def build_model(
     )
     is_on = config.gradient_checkpointing
     if is_on is None:
-        is_on = quantization is not None
+        is_on = quantization is not None and model.supports_gradient_checkpointing
+    if config.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise ConfigError(f"gradient_checkpointing: true, but {type(model).__name__} has none; leave it out")
     if is_on or (isinstance(settings, FSDP2Settings) and settings.activation_checkpointing):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora_r:

@@ -41,6 +41,12 @@ def check_optimizer(config: SFTConfig, settings: EngineSettings, device: torch.d
             f"optim: {config.optim} looks at whole matrices or blocks of them, which tp_size {config.tp_size} cuts; "
             "use adamw_torch, or leave tp_size at 1"
         )
+    is_scaled = isinstance(settings, ZeROSettings) and settings.mixed_precision == "fp16"
+    if config.adapter_dtype == "float16" and config.lora_r and not is_scaled:
+        raise ConfigError(
+            "adapter_dtype: float16 loses small gradients, which only ZeRO with mixed_precision fp16 scales up for "
+            "such weights; use float32, or bfloat16"
+        )
     if config.optim.startswith("paged") and device.type != "cuda":
         raise ConfigError(f"optim: {config.optim} needs a GPU; use adamw_bnb_8bit or adamw_torch")
 

@@ -178,6 +178,11 @@ def _look(matrices: _Matrices, named: Sequence[int], samples: Sequence[Sample], 
             "isn't stored in a form that hfpar reads by rows"
         )
     for matrix in matrices.all:
+        outside = [token for token in tokens if token >= matrix.num_rows]
+        if outside:
+            raise ConfigError(
+                f"train_tokens: token {outside[0]}, but the model's tokens are 0 to {matrix.num_rows - 1}"
+            )
         present = sorted(
             token for token in {*tokens, *tokenizer.added_tokens_decoder} if token < matrix.num_rows
         )

@@ -1,6 +1,7 @@
 """Weights in few bits: the numbers of bitsandbytes, by parts too; layers that hold them; what is asked for."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from hfpar.models.quantized import (
     weight_names,
     weight_shape,
 )
-from hfpar.models.quantized_fill import Bytes, Sharers, quantize_rows
+from hfpar.models.quantized_fill import Bytes, Sharers, quantize_rows, stored_rows
 
 CPU = torch.device("cpu")
 SHAPES = [(128, 192), (96, 576), (64, 100), (3, 50), (1, 64), (2, 1), (4, 32, 96)]
@@ -289,7 +290,68 @@ def test_what_is_skipped_stays_as_it_is() -> None:
     ]
     assert experts_to_quantize(model, ["experts"]) == []
     with pytest.raises(ConfigError, match="llm_int8_skip_modules: layers.0.self_attn names no layer"):
-        layers_to_quantize(model, ["layers.0.self_attn"])
+        quantize_skeleton(model, Quantization("nf4", skip_modules=("layers.0.self_attn",)))
+    quantize_skeleton(
+        moe(), Quantization("nf4", skip_modules=("merger",), is_stored=True)
+    )  # a checkpoint's own list
+
+
+def test_a_weight_that_two_layers_share_is_refused() -> None:
+    model = moe()
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight = attention.v_proj.weight
+    with pytest.raises(ConfigError, match=r"one weight for .*k_proj and .*v_proj"):
+        quantize_skeleton(model, Quantization("nf4"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_experts_compute_in_the_type_of_what_they_are_given(dtype: torch.dtype, compute: torch.dtype) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 64, 32))
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states @ self.up[1]
+
+    experts = Experts().to(dtype)
+    values = experts.up.detach()
+    weight = QuantizedWeight(FourBit("nf4", False), (2, 64, 32), dtype, compute)
+    hold_quantized(experts, "up", weight)
+    stored = whole_bytes(weight, values)
+    experts.up_packed = nn.Parameter(stored.packed, requires_grad=False)
+    experts.up_scales = nn.Parameter(stored.scales, requires_grad=False)
+    states = torch.randn(5, 64).to(dtype)
+    expected = states @ numbers(weight, stored, compute)[1].to(dtype)
+    assert experts(states).equal(expected)
+    assert "_up_in_forward" not in experts.__dict__
+
+
+def test_bytes_are_never_read_as_numbers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from hfpar.models.stored import SafetensorsSource, WeightPart
+
+    model = skeleton(LLAMA, dtype=torch.float32)
+    save_file({"lm_head.weight": torch.ones(32, 64, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path, model, ["lm_head.weight"])
+    with pytest.raises(ConfigError, match=r"lm_head.weight is stored quantized \(int8\)"):
+        source.read("lm_head.weight", WeightPart(model.lm_head.weight, None, 0))
+
+
+@pytest.mark.parametrize(("blocksize", "double_quant"), [(128, True), (64, False)])
+def test_other_blocks_than_the_configs_are_refused(blocksize: int, double_quant: bool) -> None:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        torch.randn(8, 256), blocksize=blocksize, quant_type="nf4", compress_statistics=double_quant
+    )
+    tensors = {f".{name}" if name else "": tensor for name, tensor in state.as_dict(packed=True).items()}
+    weight = QuantizedWeight(FourBit("nf4", True), (8, 256), torch.float32, torch.float32, is_stored=True)
+    with pytest.raises(ConfigError, match=f"quantized in blocks of {blocksize} with"):
+        stored_rows(weight, slice(0, 8), lambda ending, index: {"": packed, **tensors}[ending])
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
