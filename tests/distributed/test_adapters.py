@@ -18,7 +18,7 @@ from tests.distributed.spawn import (  # noqa: TID251
     spawn,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 LORA: dict[str, Any] = {"lora_r": 4, "lora_alpha": 6.0}
 ROWS = [93, 5, 70]
