@@ -15,7 +15,7 @@ from hfpar.engine.ddp import DDPEngine
 from hfpar.parallel.layout import Layout
 from hfpar.train import step
 from hfpar.verify import worker as verify_worker
-from hfpar.verify.cells import ADAPTERS, BATCHINGS, ENGINES, Cell, make_cells
+from hfpar.verify.cells import BATCHINGS, DEFAULT_ADAPTERS, ENGINES, Cell, make_cells
 from hfpar.verify.processes import Worker
 from hfpar.verify.run import verify
 
@@ -49,10 +49,19 @@ def assert_pass(cells: list[Cell], folder: Path, model: str) -> None:
 
 def test_every_engine_adapter_and_batching(tmp_path, model):
     """With packed streams on both kinds of sequence parallelism, too: these come after the batching."""
-    engines, adapters = ",".join(ENGINES), ",".join(ADAPTERS)
+    engines, adapters = ",".join(ENGINES), DEFAULT_ADAPTERS
     cells = make_cells(engines, "dp2", adapters, ",".join(BATCHINGS))
     cells += make_cells(engines, "sp2,cp2", adapters, "packed")
     assert len(cells) == 40
+    assert_pass(cells, tmp_path, model)
+
+
+def test_a_quantized_base(tmp_path, model):
+    """Against plain PEFT and bitsandbytes; tensor parallelism quantizes parts, and has the numbers of the whole."""
+    cells = make_cells(",".join(ENGINES), "dp2,sp2,cp2,tp2", "qlora", "packed")
+    cells += make_cells("zero3,fsdp2", "dp2,tp2", "qlora", "padded")
+    cells += make_cells("ddp,fsdp2", "tp2sp2", "qlora", "packed")
+    assert len(cells) == 26
     assert_pass(cells, tmp_path, model)
 
 
@@ -74,7 +83,7 @@ def test_four_ranks(tmp_path, model):
     cells = [
         Cell(engine, layout, adapter, batching)
         for layout, engines in layouts.items()
-        for engine, adapter, batching in zip(engines, ADAPTERS, BATCHINGS, strict=True)
+        for engine, adapter, batching in zip(engines, ("full", "lora"), BATCHINGS, strict=True)
     ]
     assert_pass(cells, tmp_path, model)
 
