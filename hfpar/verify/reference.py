@@ -31,7 +31,6 @@ size in the update, and the test measures the engine, not the optimizer's sensit
 
 WEIGHT_DECAY = 0.1
 
-_WIDTH = 128
 _SPREAD = 0.06
 """Standard deviation of the weights: attention scores then differ from token to token."""
 
@@ -54,9 +53,7 @@ def build_checkpoint(
 
     small = shrink_config(config, fewest_heads=fewest_heads, tp_sizes=tp_sizes, block=block)
     if getattr(small, "initializer_range", None) is not None:
-        width = getattr(small.get_text_config(), "hidden_size", None) or _WIDTH
-        spread = _SPREAD * min(1.0, (_WIDTH / width) ** 0.5)  # or products of wide layers would grow
-        small.initializer_range = max(small.initializer_range, spread)
+        small.initializer_range = max(small.initializer_range, _SPREAD)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
     stored = model.state_dict()

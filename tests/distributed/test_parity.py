@@ -35,11 +35,11 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def run(cells: list[Cell], folder: Path, model: str, **options) -> list:
+def run(cells: list[Cell], folder: Path, model: str | None, **options) -> list:
     return verify(cells, folder, model_name_or_path=model, device="cpu", **options)
 
 
-def assert_pass(cells: list[Cell], folder: Path, model: str) -> None:
+def assert_pass(cells: list[Cell], folder: Path, model: str | None) -> None:
     results = run(cells, folder, model)
     assert [result.cell for result in results] == cells
     for result in results:
@@ -56,13 +56,17 @@ def test_every_engine_adapter_and_batching(tmp_path, model):
     assert_pass(cells, tmp_path, model)
 
 
-def test_a_quantized_base(tmp_path, model):
-    """Against plain PEFT and bitsandbytes; tensor parallelism quantizes parts, and has the numbers of the whole."""
+def test_a_quantized_base(tmp_path):
+    """Against plain PEFT and bitsandbytes; tensor parallelism quantizes parts, and has the numbers of the whole.
+
+    On the built-in model: of the 14 heads above, blocks make a copy so wide (896) that rounding alone comes to 1e-5 of
+    the smallest gradients.
+    """
     cells = make_cells(",".join(ENGINES), "dp2,sp2,cp2,tp2", "qlora", "packed")
     cells += make_cells("zero3,fsdp2", "dp2,tp2", "qlora", "padded")
     cells += make_cells("ddp,fsdp2", "tp2sp2", "qlora", "packed")
     assert len(cells) == 26
-    assert_pass(cells, tmp_path, model)
+    assert_pass(cells, tmp_path, None)
 
 
 def test_three_ranks(tmp_path, model):
