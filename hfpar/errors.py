@@ -49,3 +49,8 @@ class BadRowsError(HfparError):
         super().__init__(
             f"{count}{more}; mend them, or leave such rows out with --bad_rows skip:\n  {listed}"
         )
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line: its first, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -213,10 +213,6 @@ def _check_quantization(config: SFTConfig) -> None:
             raise ConfigError(
                 f"{name}: {show(value)} is of nf4 and fp4, not of quantization: {method}; leave it out"
             )
-    if method == "none":
-        for name in ("bnb_4bit_compute_dtype", "llm_int8_skip_modules"):
-            if getattr(config, name) not in (None, "auto"):
-                raise ConfigError(f"{name}: {show(getattr(config, name))} without quantization; leave it out")
 
 
 _TAKEN_BY_RENDERING = (

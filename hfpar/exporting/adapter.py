@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, first_line
 from hfpar.models.adapter_init import Taken
 from hfpar.models.stored import checkpoint_key
 
@@ -72,8 +72,8 @@ class Adapter:
         for change in self.changes.get(name, ()):
             try:
                 merged = change.apply(merged)
-            except (ValueError, RuntimeError, NotImplementedError) as error:
-                raise ConfigError(f"{name}: the adapter can't be merged: {_first_line(error)}") from error
+            except (ValueError, RuntimeError) as error:
+                raise ConfigError(f"{name}: the adapter can't be merged: {first_line(error)}") from error
         return merged
 
 
@@ -93,7 +93,7 @@ def load_adapter(model: Any, folder: Path) -> Adapter:
         config = PeftConfig.from_pretrained(str(folder))
         kind = getattr(config.peft_type, "value", config.peft_type)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{folder}: its adapter_config.json can't be read: {_first_line(error)}") from error
+        raise ConfigError(f"{folder}: its adapter_config.json can't be read: {first_line(error)}") from error
     if kind not in ("LORA", "TRAINABLE_TOKENS"):
         raise ConfigError(f"{folder}: an adapter of type {kind}; only LoRA and trained tokens can be merged")
     config.inference_mode = False  # what is trained is what the adapter holds
@@ -105,7 +105,7 @@ def load_adapter(model: Any, folder: Path) -> Adapter:
     try:
         peft_model: Any = get_peft_model(model, config)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{folder}: the adapter doesn't fit the base: {_first_line(error)}") from error
+        raise ConfigError(f"{folder}: the adapter doesn't fit the base: {first_line(error)}") from error
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = init
     _make_adapter_real(peft_model)
@@ -139,7 +139,7 @@ def _read_values(model: Any, folder: Path) -> None:
     try:
         weights = load_peft_weights(str(folder), device="cpu")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: the adapter's weights can't be read: {_first_line(error)}") from error
+        raise ConfigError(f"{folder}: the adapter's weights can't be read: {first_line(error)}") from error
     try:
         result = set_peft_model_state_dict(model, weights, adapter_name=_NAME)
     except KeyError as error:
@@ -148,7 +148,7 @@ def _read_values(model: Any, folder: Path) -> None:
         ) from error
     except RuntimeError as error:
         mismatch = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-        reason = mismatch[0] if mismatch else _first_line(error)
+        reason = mismatch[0] if mismatch else first_line(error)
         raise ConfigError(f"{folder}: the adapter doesn't fit the base: {reason.rstrip('.')}") from error
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(expected & set(result.missing_keys))
@@ -256,7 +256,3 @@ def _bias_merging(module: Any) -> Callable[[Tensor], Tensor]:
 
 def _some(names: list[str]) -> str:
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

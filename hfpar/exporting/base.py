@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, first_line
 from hfpar.models.quantization import check_bitsandbytes
 from hfpar.models.stored import SafetensorsSource, WeightPart
 
@@ -213,7 +213,7 @@ def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, KeyError) as error:
-        raise ConfigError(f"base: {folder}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"base: {folder}: {first_line(error)}") from error
     except ConfigError as error:
         raise ConfigError("base: " + str(error).removeprefix("model_name_or_path: ")) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, first_line
 from hfpar.models import adapter_init, token_rows
 from hfpar.models.quantized import quantized_weights
 from hfpar.models.token_rows import Fresh
@@ -130,9 +130,7 @@ def _wrap(model: Any, choices: LoraChoices) -> Any:
         with _whole_shapes(model, choices):
             peft_model: Any = get_peft_model(model, config)
     except ValueError as error:
-        raise ConfigError(
-            f"lora_target_modules: {choices.target_modules}: {str(error).splitlines()[0]}"
-        ) from error
+        raise ConfigError(f"lora_target_modules: {choices.target_modules}: {first_line(error)}") from error
     adapter_init.check_layers(peft_model, choices.init_lora_weights)
     return peft_model
 

@@ -7,6 +7,7 @@ of them in one piece.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -28,8 +29,44 @@ MX_BLOCK = 32
 _BLOCKS_PER_ROW = 4
 
 
+class Format(ABC):
+    """One way of holding numbers. The rows of bytes of a weight's numbers and of its scales correspond."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As in the settings."""
+
+    @abstractmethod
+    def num_rows(self, shape: tuple[int, ...]) -> int:
+        """Rows of bytes of a weight of `shape`."""
+
+    @abstractmethod
+    def row_bytes(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Of a row's numbers, and of its scales."""
+
+    @abstractmethod
+    def dequantize(
+        self,
+        weight: QuantizedWeight,
+        packed: Tensor,
+        scales: Tensor,
+        nested: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The numbers that all rows of bytes stand for."""
+
+    def cut_of_statistics(self, cut: Cut, shape: tuple[int, ...]) -> Cut | None:
+        """How a cut of a weight of `shape` deals blocks with statistics of the whole; None: there are no such."""
+        return None
+
+    def cuts_through_blocks(self, weight: QuantizedWeight) -> bool:
+        """Whether a part for a tp rank has other numbers than the whole weight has there."""
+        return False
+
+
 @dataclass(frozen=True)
-class FourBit:
+class FourBit(Format):
     """nf4 or fp4 of bitsandbytes. A row of bytes holds 256 numbers of the flat weight."""
 
     quant_type: str
@@ -66,6 +103,10 @@ class FourBit:
         )
         return Cut(1, -(-cut.size * trail // BLOCK), ranges, cut.copies)
 
+    def cuts_through_blocks(self, weight: QuantizedWeight) -> bool:
+        """Each part is then quantized by itself."""
+        return weight.cut is not None and weight.statistics_cut is None
+
     def dequantize(
         self,
         weight: QuantizedWeight,
@@ -100,12 +141,11 @@ class FourBit:
                 scales, nested_scales, code, NESTED_BLOCK, torch.float32
             )
             return result
-        number = weight.statistics_cut.take(_block_numbers(weight, scales.device), weight.tp_rank).flatten()
-        return code[scales.long()] * nested_scales[number // NESTED_BLOCK]
+        return code[scales.long()] * nested_scales[_nested_numbers(weight, scales.device)]
 
 
 @dataclass(frozen=True)
-class EightBit:
+class EightBit(Format):
     """int8 of bitsandbytes: a scale for each row of the weight, which is a row of bytes."""
 
     @property
@@ -125,10 +165,6 @@ class EightBit:
         """First and last + 1 of the flat weight's numbers in rows of bytes."""
         return rows.start * shape[-1], rows.stop * shape[-1]
 
-    def cut_of_statistics(self, cut: Cut, shape: tuple[int, ...]) -> Cut | None:
-        """None: a rank has its rows' scales, also where it has a part of their columns."""
-        return None
-
     def dequantize(
         self,
         weight: QuantizedWeight,
@@ -143,7 +179,7 @@ class EightBit:
 
 
 @dataclass(frozen=True)
-class MXFP4:
+class MXFP4(Format):
     """What GPT-OSS stores: experts [E, in, out] as rows of `in` numbers, in blocks of 32 that share a power of two."""
 
     @property
@@ -160,9 +196,11 @@ class MXFP4:
         """Of a row's numbers, and of its scales."""
         return shape[1] // 2, shape[1] // MX_BLOCK
 
-    def cut_of_statistics(self, cut: Cut, shape: tuple[int, ...]) -> Cut | None:
-        """None: a rank has its own blocks' scales."""
-        return None
+    def cuts_through_blocks(self, weight: QuantizedWeight) -> bool:
+        """Blocks run along the inputs."""
+        if weight.cut is None or weight.cut.dim != 1:
+            return False
+        return any(border % MX_BLOCK for own in weight.cut.ranges for pair in own for border in pair)
 
     def dequantize(
         self,
@@ -181,9 +219,6 @@ class MXFP4:
         return convert_moe_packed_tensors(blocks, exponents, dtype=dtype)
 
 
-Format = FourBit | EightBit | MXFP4
-
-
 @lru_cache
 def dynamic_code(device: torch.device) -> Tensor:
     """The 256 values that a byte can stand for under double quantization."""
@@ -192,8 +227,11 @@ def dynamic_code(device: torch.device) -> Tensor:
     return create_dynamic_map().to(device)
 
 
-def _block_numbers(weight: QuantizedWeight, device: torch.device) -> Tensor:
-    """Of the whole weight, [rows, blocks in a row] as `statistics_cut` has them."""
-    assert weight.statistics_cut is not None
+@lru_cache(maxsize=64)
+def _nested_numbers(weight: QuantizedWeight, device: torch.device) -> Tensor:
+    """Which nested scale each block of a part has; kept, for it is the same in every layer."""
+    cut = weight.statistics_cut
+    assert cut is not None
     total = -(-math.prod(weight.whole_shape) // BLOCK)
-    return torch.arange(total, device=device).view(-1, weight.statistics_cut.size)
+    numbers = torch.arange(total, dtype=torch.int32, device=device).view(-1, cut.size)
+    return cut.take(numbers, weight.tp_rank).flatten() // NESTED_BLOCK

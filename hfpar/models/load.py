@@ -21,7 +21,7 @@ from transformers import (
 
 from hfpar.config.engine import EngineSettings, FSDP2Settings, ZeROSettings
 from hfpar.data.chat.templates import resolve_chat_template
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, first_line
 from hfpar.models.quantization import Quantization, quantize_skeleton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +48,7 @@ def resolve_folder(model_name_or_path: str) -> Path:
             snapshot_download(model_name_or_path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx"])
         )
     except (OSError, ValueError, RevisionResolutionError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(
             f"model_name_or_path: {model_name_or_path} is no folder here, and the hub didn't give it: {reason}"
         ) from error
@@ -63,7 +63,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Pretr
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model_name_or_path: {folder}: {_first_line(error)}") from error
+        raise ConfigError(f"model_name_or_path: {folder}: {first_line(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise ConfigError(f"model_name_or_path: {folder}: {config.model_type} isn't a causal language model")
     if type(config) in AutoModelForSeq2SeqLM._model_mapping:
@@ -83,17 +83,13 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remo
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model_name_or_path: {folder} has no usable tokenizer: {_first_line(error)}"
+            f"model_name_or_path: {folder} has no usable tokenizer: {first_line(error)}"
         ) from error
     if chat_template is not None:
         is_token = "<|im_end|>" in tokenizer.get_vocab()
         close_with_eos = not is_token and bool(tokenizer.eos_token)
         tokenizer.chat_template = resolve_chat_template(chat_template, close_with_eos=close_with_eos)
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def weights_dtype(name: str, config: PretrainedConfig) -> torch.dtype:
@@ -146,7 +142,7 @@ def whole_model(model_class: Any, folder: Path, **options: Any) -> Any:
     try:
         model, report = model_class.from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model_name_or_path: {folder}: {_first_line(error)}") from error
+        raise ConfigError(f"model_name_or_path: {folder}: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

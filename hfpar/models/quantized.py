@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hfpar.errors import ConfigError
 from hfpar.models.cuts import Cut
-from hfpar.models.formats import BLOCK, MX_BLOCK, MXFP4, NESTED_BLOCK, Format, FourBit
+from hfpar.models.formats import BLOCK, NESTED_BLOCK, Format, FourBit
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,7 @@ class QuantizedWeight:
     @property
     def cuts_through_blocks(self) -> bool:
         """Whether the numbers depend on the cut: each part is quantized by itself."""
-        if self.cut is None:
-            return False
-        if isinstance(self.format, MXFP4) and self.cut.dim == 1:
-            return any(border % MX_BLOCK for ranges in self.cut.ranges for pair in ranges for border in pair)
-        return isinstance(self.format, FourBit) and self.statistics_cut is None
+        return self.format.cuts_through_blocks(self)
 
     def empty_bytes(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Rows of bytes of the right shape: of numbers, and of scales."""

@@ -50,16 +50,17 @@ def quantize_rows(
         sharers: who else has a part.
         device: where it is quantized.
     """
-    assert not isinstance(weight.format, MXFP4), "only stored"
-    first, last = weight.format.numbers(rows, weight.shape)
+    form = weight.format
+    assert isinstance(form, FourBit | EightBit), f"{form.name} is only stored"
+    first, last = form.numbers(rows, weight.shape)
     per_index = math.prod(weight.shape[1:])
     begin, end = first // per_index, -(-last // per_index)
     values = read(slice(begin, end) if last > first else slice(0, 0))
     flat = values.to(device=device, dtype=weight.dtype).flatten()
     flat = flat[first - begin * per_index : last - begin * per_index] if last > first else flat[:0]
-    if isinstance(weight.format, EightBit):
+    if isinstance(form, EightBit):
         return _eight_bits(weight, flat.view(-1, weight.shape[-1]), sharers)
-    return _four_bits(weight, weight.format, rows, flat, sharers)
+    return _four_bits(weight, form, rows, flat, sharers)
 
 
 ReadStored = Callable[[str, tuple[slice, ...] | None], Tensor]
@@ -81,17 +82,19 @@ def stored_rows(weight: QuantizedWeight, rows: slice, read: ReadStored) -> Bytes
             packed = weight.cut.take(packed, weight.tp_rank)
             scales = weight.cut.take(scales, weight.tp_rank) if weight.cut.dim == 0 else scales
         return Bytes(packed[rows].clone(), scales.contiguous().view(torch.uint8)[rows].clone(), None)
-    state = _stored_state(weight, weight.format, read)
-    numbers, width = weight.format.row_bytes(weight.shape)
+    form = weight.format
+    assert isinstance(form, FourBit)
+    state = _stored_state(form, read)
+    numbers, width = form.row_bytes(weight.shape)
     packed, scales = packed.flatten().view(torch.uint8), read(".absmax", None)
-    if weight.format.double_quant:
+    if form.double_quant:
         nested = _stored_statistics(state, read)
     scales = scales.view(torch.uint8)
     if weight.statistics_cut is not None:
         packed = _take_blocks(weight, packed, BLOCK // 2)
         scales = _take_blocks(weight, scales, width * BLOCK // (2 * numbers))
     parts = [
-        _filled_up(part, weight.format.num_rows(weight.shape), size)[rows].clone()
+        _filled_up(part, form.num_rows(weight.shape), size)[rows].clone()
         for part, size in ((packed, numbers), (scales, width))
     ]
     return Bytes(parts[0], parts[1], nested)
@@ -110,7 +113,7 @@ def _filled_up(flat: Tensor, num_rows: int, width: int) -> Tensor:
     return filled.view(num_rows, width)
 
 
-def _stored_state(weight: QuantizedWeight, form: FourBit, read: ReadStored) -> dict[str, Any]:
+def _stored_state(form: FourBit, read: ReadStored) -> dict[str, Any]:
     """What bitsandbytes notes beside a weight."""
     from bitsandbytes.utils import unpack_tensor_to_dict
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, first_line
 from hfpar.models.cuts import Cut, cut_of, note_cut
 from hfpar.models.quantized import cut_quantized, quantized_weights, weight_names
 from hfpar.parallel import plan as planning
@@ -73,7 +73,7 @@ def check_tensor(config: Any, layout: Layout, *, trust_remote_code: bool = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # a family's own code, which may ask for numbers that aren't there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(
             f"tp_size: {config.model_type} can't be laid out without its weights ({reason}); leave tp_size at 1"
         ) from error

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hfpar.attention import interface
 from hfpar.data.stream import Sample, build_stream
-from hfpar.errors import ConfigError
+from hfpar.errors import ConfigError, first_line
 from hfpar.models.cuts import cuts_of
 from hfpar.models.shrink import shrink_config
 from hfpar.parallel import sequence, tensor
@@ -64,7 +64,7 @@ def check_family(
                 raise _state_refusal(config) from error
             if isinstance(error, ConfigError):
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise ConfigError(
                 f"model_name_or_path: {config.model_type} couldn't be checked on a tiny copy ({reason}); hfpar only "
                 "trains what it can check"
@@ -165,7 +165,7 @@ def _packed_gradients(
         if isinstance(error, KeyError) and error.args == (name,):
             reason = "its attention doesn't go through Transformers' AttentionInterface"
         else:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
         raise ConfigError(f"model_name_or_path: {config.model_type} {what_fails}: {reason}") from error
     gradients, cuts = [], cuts_of(model)
     for name, parameter in model.named_parameters():

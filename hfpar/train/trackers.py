@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hfpar.config.schema import SFTConfig
-from hfpar.errors import ConfigError, MissingDependencyError
+from hfpar.errors import ConfigError, MissingDependencyError, first_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,6 +54,6 @@ def start(accelerator: Accelerator, config: SFTConfig) -> Callable[[dict[str, fl
     try:
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
     except Exception as error:  # each tracker raises its own kinds
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"report_to: {config.report_to} didn't start: {first_line}") from error
+        said = first_line(error)
+        raise ConfigError(f"report_to: {config.report_to} didn't start: {said}") from error
     return lambda row, step: accelerator.log(row, step=step)

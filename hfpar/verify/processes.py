@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpar.child_processes import end_with_parent, interrupts_ignored
-from hfpar.errors import ConfigError, HfparError
+from hfpar.errors import ConfigError, HfparError, first_line
 
 SECONDS_TO_ANSWER = 300.0
 """Longest silence of all processes before they count as hanging."""
@@ -224,8 +224,8 @@ def _run(
         worker.connection.send(("done", None))
     except Exception as error:
         refused = isinstance(error, ConfigError)
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        message = first_line if refused else f"{type(error).__name__}: {first_line}"
+        said = first_line(error)
+        message = said if refused else f"{type(error).__name__}: {said}"
         worker.connection.send(("error", (refused, message, traceback.format_exc())))
     sys.stdout.flush()
     sys.stderr.flush()

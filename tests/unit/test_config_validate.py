@@ -98,10 +98,6 @@ def test_no_number_may_be_nan_or_infinite(name, number):
             {"quantization": "int8", "lora_r": 8, "bnb_4bit_use_double_quant": False},
             "bnb_4bit_use_double_quant: false is of nf4 and fp4, not of quantization: int8; leave it out",
         ),
-        (
-            {"quantization": "none", "llm_int8_skip_modules": ["q_proj"]},
-            "llm_int8_skip_modules: [q_proj] without quantization; leave it out",
-        ),
         ({"lora_r": -1}, "lora_r: -1; must be 0 or more"),
         ({"lora_alpha": 0.0}, "lora_alpha: 0.0; must be above 0"),
         ({"lora_dropout": 1.0}, "lora_dropout: 1.0; must be at least 0 and below 1"),

@@ -390,7 +390,11 @@ BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
     [
         ({"compute_dtype": "bfloat16"}, LLAMA, "bnb_4bit_compute_dtype: bfloat16, but nothing is quantized"),
         ({"double_quant": False}, LLAMA, "bnb_4bit_use_double_quant: false, but nothing is quantized"),
-        ({"skip_modules": ["a"]}, LLAMA, "llm_int8_skip_modules: a, but nothing is quantized"),
+        (
+            {"method": "none", "skip_modules": ["a"]},
+            LLAMA,
+            "llm_int8_skip_modules: a, but nothing is quantized",
+        ),
         ({"method": "mxfp4"}, LLAMA, "quantization: mxfp4 is for checkpoints that hold it"),
         ({}, with_stored(quant_method="gptq"), "quantized by gptq, on which hfpar can't train"),
         ({"method": "fp4"}, with_stored(**BNB4), "quantization: fp4, but the checkpoint holds nf4"),
