@@ -50,7 +50,7 @@ def run_to_exit_code(work: Callable[[], object], rank: int) -> int:
         _ignore_interrupts()
         ending = describe(error)
         if ending is None:
-            _mark_said()
+            _is_first_to_say()
             traceback.print_exc()
             return _leave(1)
         _say(ending, rank)
@@ -95,8 +95,9 @@ def _say(ending: Ending, rank: int) -> None:
                 time.sleep(1)
                 return
             time.sleep(0.1)
-    _mark_said()
-    where = "" if rank == 0 else f" (rank {rank})"
+    if not _is_first_to_say():
+        return
+    where = "" if rank == 0 or ending.exit_code == STOPPED_EXIT_CODE else f" (rank {rank})"
     sys.stdout.flush()
     sys.stderr.write(f"{ending.line}{where}\n")
     sys.stderr.flush()
@@ -118,13 +119,13 @@ def _has_been_said() -> bool:
         return False
 
 
-def _mark_said() -> None:
+def _is_first_to_say() -> bool:
+    """Whether no other rank has taken it upon itself; from now on this one has."""
     store = _store()
     try:
-        if store is not None:
-            store.set(_SAID, "1")
-    except RuntimeError:  # as above
-        return
+        return store is None or int(store.add(_SAID, 1)) == 1
+    except RuntimeError:  # as above: nobody can be asked, and twice is better than never
+        return True
 
 
 def _ignore_interrupts() -> None:

@@ -95,6 +95,19 @@ def test_what_another_rank_has_said_isnt_repeated(
     assert capsys.readouterr().err == ""
 
 
+def test_only_the_first_rank_to_lose_patience_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 may be slow: rank 1 then speaks for it, and rank 0 is silent when it comes to it at last."""
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    monkeypatch.setattr(endings, "_store", lambda: store)
+    assert fail_with(KeyboardInterrupt(), rank=1) == 130
+    assert fail_with(KeyboardInterrupt(), rank=0) == 130
+    assert capsys.readouterr().err == STOPPED + "\n"
+
+
 def test_hfpar_launch_says_itself_who_was_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
