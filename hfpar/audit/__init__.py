@@ -1,0 +1,1 @@
+"""Which items of a benchmark has a checkpoint seen: probes, statistics, evidence and reports."""
