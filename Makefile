@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "The pinned versions need Python 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 2; }
 	@echo "Installing hfpar and what it needs into .venv (minutes, the first time)"
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) -e ".[deepspeed,quantization,tracking,zstd,dev]"
+	$(PIP_INSTALL) -e ".[deepspeed,quantization,tracking,zstd,math,dev]"
 	@touch $@
 
 demo: venv
