@@ -1,4 +1,4 @@
-"""Read a run's settings from YAML files and flags, and write them back; the only user of jsonargparse.
+"""Read settings from YAML files and flags, and write them back; the only user of jsonargparse.
 
 jsonargparse converts and checks each single value (`2e-5` too, which PyYAML takes for text) and formats
 `--help`. The rest is done here, because its errors take several lines and name Python types, a file wins over
@@ -13,48 +13,91 @@ import sys
 import textwrap
 import types
 import typing
-from dataclasses import asdict, fields
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser  # noqa: TID251
 
+from hfpar.config.audit_schema import AuditConfig
+from hfpar.config.audit_validate import validate_audit
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.config.validate import did_you_mean, show, validate
 from hfpar.config.yaml_io import read_mapping, write_mapping
 from hfpar.errors import ConfigError
 
-_GROUPS = {
-    "model_name_or_path": "Model",
-    "tp_size": "Ranks that share a layer or a sequence",
-    "dataset": "Data",
-    "per_device_train_batch_size": "Batches",
-    "optim": "Optimization",
-    "lora_r": "LoRA",
-    "output_dir": "The run's folder, metrics and checkpoints",
-}
-"""The first setting of each group in `--help`."""
+T = TypeVar("T")
 
-_ELSEWHERE = {
-    "batch_size": "did you mean per_device_train_batch_size?",
-    "bf16": "mixed_precision in the Accelerate config file sets it",
-    "context_parallel_size": "did you mean cp_size?",
-    "deepspeed": "the Accelerate config file names the engine",
-    "dp_size": "it is what tp_size, sp_size and cp_size leave of num_processes",
-    "epochs": "did you mean num_train_epochs?",
-    "fp16": "mixed_precision in the Accelerate config file sets it",
-    "fsdp": "the Accelerate config file names the engine",
-    "lr": "did you mean learning_rate?",
-    "model": "did you mean model_name_or_path?",
-    "packing": "max_tokens_per_batch packs",
-    "pp_size": "pipeline parallelism isn't supported yet",
-    "sequence_parallel_size": "did you mean sp_size?",
-    "sequence_parallel": "did you mean tp_sequence, or sp_size?",
-    "tensor_parallel_size": "did you mean tp_size?",
-    "ulysses_size": "did you mean sp_size?",
-    "use_peft": "lora_r above 0 trains adapters",
-}
-"""Names that people know from other trainers and that no spelling check would find."""
+
+@dataclass(frozen=True)
+class Settings(Generic[T]):
+    """A dataclass of settings, and what its command line knows beside it."""
+
+    cls: type[T]
+    validate: Callable[[T], None]
+    groups: Mapping[str, str]
+    """The first setting of each group in `--help`."""
+    elsewhere: Mapping[str, str]
+    """Names that people know from other programs and that no spelling check would find."""
+
+    def hints(self) -> dict[str, Any]:
+        """The types by name."""
+        return typing.get_type_hints(self.cls)
+
+
+SFT = Settings(
+    SFTConfig,
+    validate,
+    groups={
+        "model_name_or_path": "Model",
+        "tp_size": "Ranks that share a layer or a sequence",
+        "dataset": "Data",
+        "per_device_train_batch_size": "Batches",
+        "optim": "Optimization",
+        "lora_r": "LoRA",
+        "output_dir": "The run's folder, metrics and checkpoints",
+    },
+    elsewhere={
+        "batch_size": "did you mean per_device_train_batch_size?",
+        "bf16": "mixed_precision in the Accelerate config file sets it",
+        "context_parallel_size": "did you mean cp_size?",
+        "deepspeed": "the Accelerate config file names the engine",
+        "dp_size": "it is what tp_size, sp_size and cp_size leave of num_processes",
+        "epochs": "did you mean num_train_epochs?",
+        "fp16": "mixed_precision in the Accelerate config file sets it",
+        "fsdp": "the Accelerate config file names the engine",
+        "lr": "did you mean learning_rate?",
+        "model": "did you mean model_name_or_path?",
+        "packing": "max_tokens_per_batch packs",
+        "pp_size": "pipeline parallelism isn't supported yet",
+        "sequence_parallel_size": "did you mean sp_size?",
+        "sequence_parallel": "did you mean tp_sequence, or sp_size?",
+        "tensor_parallel_size": "did you mean tp_size?",
+        "ulysses_size": "did you mean sp_size?",
+        "use_peft": "lora_r above 0 trains adapters",
+    },
+)
+
+AUDIT = Settings(
+    AuditConfig,
+    validate_audit,
+    groups={
+        "model_name_or_path": "Model",
+        "benchmarks": "Benchmarks and controls",
+        "ratios": "Probes",
+        "min_tail_words": "What is counted, and how",
+        "output_dir": "The report",
+    },
+    elsewhere={
+        "batch_size": "max_tokens_per_batch sets it in tokens",
+        "limit": "did you mean max_items?",
+        "model": "did you mean model_name_or_path?",
+        "tasks": "did you mean benchmarks?",
+        "temperature": "the probe is greedy",
+        "api_key": "api_key_file names a file that holds it: other users of a machine see command lines",
+    },
+)
 
 _CONFIG_HELP = "YAML file of settings; may be given several times: later files win, flags win over all."
 _APPEND_FORM = re.compile(r", --\w+\+ TEXT\.\.\.")
@@ -69,44 +112,55 @@ class _Flag(NamedTuple):
 
 
 def parse_sft_config(argv: list[str]) -> SFTConfig:
+    """`parse` of a training run's settings."""
+    return parse(SFT, argv)
+
+
+def parse_audit_config(argv: list[str]) -> AuditConfig:
+    """`parse` of an audit's settings."""
+    return parse(AUDIT, argv)
+
+
+def parse(settings: Settings[T], argv: list[str]) -> T:
     """Merge `--config` files and flags into a checked config; `--help` prints all settings and exits.
 
     Later files win over earlier ones, and flags over all files. A boolean flag without a value means true; a
     flag for a list takes several values.
 
     Args:
+        settings: which there are.
         argv: The command line without the program's name.
 
     Raises:
         ConfigError: Anything that is wrong with a file or a flag, in one line.
         SystemExit: After `--help`.
     """
-    hints = typing.get_type_hints(SFTConfig)
-    parser = _build_parser(hints)
+    hints = settings.hints()
+    parser = _build_parser(settings)
     if "-h" in argv or "--help" in argv:
         sys.stdout.write(_APPEND_FORM.sub("", parser.format_help()))
         raise SystemExit(0)
-    paths, flags = _split(argv, hints)
+    paths, flags = _split(argv, settings)
     values: dict[str, Any] = {}
     for path in paths:
         for key, entry in read_mapping(path).items():
             where = f"{path}, line {entry.line}: "
             if key not in hints:
-                raise ConfigError(f"{where}{_unknown(key, show(entry.value), hints)}")
+                raise ConfigError(f"{where}{_unknown(key, show(entry.value), settings)}")
             values[key] = _from_yaml(parser, where, key, entry.value, hints[key])
     for flag in flags:
         values[flag.name] = _from_flag(parser, flag, hints[flag.name])
-    config = SFTConfig(**values)
-    validate(config)
+    config = settings.cls(**values)
+    settings.validate(config)
     return config
 
 
-def dump_config(config: SFTConfig) -> str:
+def dump_config(config: SFTConfig | AuditConfig) -> str:
     """YAML of every setting; given to `--config`, it makes an equal config."""
     return write_mapping(plain_settings(config))
 
 
-def plain_settings(config: SFTConfig) -> dict[str, Any]:
+def plain_settings(config: SFTConfig | AuditConfig) -> dict[str, Any]:
     """Every setting as a YAML file has it."""
     return {key: _plain(value) for key, value in vars(config).items()}
 
@@ -118,21 +172,22 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _build_parser(hints: dict[str, Any]) -> ArgumentParser:
+def _build_parser(settings: Settings[Any]) -> ArgumentParser:
     # The formatter is argparse's own: jsonargparse's appends Python's names of types.
     parser = ArgumentParser(
         exit_on_error=False,
         usage=_USAGE,
-        description=SFTConfig.__doc__,
+        description=settings.cls.__doc__,
         formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
-    help_texts = _attribute_docstrings(SFTConfig)
+    help_texts = _attribute_docstrings(settings.cls)
+    hints = settings.hints()
     group: Any = parser
-    for field in fields(SFTConfig):
+    for field in fields(settings.cls):
         name, hint = field.name, hints[field.name]
-        if name in _GROUPS:
-            group = parser.add_argument_group(_GROUPS[name])
+        if name in settings.groups:
+            group = parser.add_argument_group(settings.groups[name])
         text = f"{help_texts[name]} ({_allowed(hint)}; default: {show(field.default)})".replace("%", "%%")
         group.add_argument(f"--{name}", type=hint, default=field.default, help=text, metavar=_metavar(hint))
     return parser
@@ -148,8 +203,9 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
     return texts
 
 
-def _split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[_Flag]]:
+def _split(argv: list[str], settings: Settings[Any]) -> tuple[list[str], list[_Flag]]:
     """Take a command line apart into the `--config` paths and the other flags with their values."""
+    hints = settings.hints()
     paths: list[str] = []
     flags: list[_Flag] = []
     position = 0
@@ -171,7 +227,7 @@ def _split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[_Fla
                 raise ConfigError("--config: needs a file, as in --config sft/configs/full.yaml")
             paths += values
         elif name not in hints:
-            raise ConfigError("--" + _unknown(name, show(values[0]) if values else "(no value)", hints))
+            raise ConfigError("--" + _unknown(name, show(values[0]) if values else "(no value)", settings))
         else:
             flags.append(_Flag(name, values))
     return paths, flags
@@ -199,7 +255,7 @@ def _from_flag(parser: ArgumentParser, flag: _Flag, hint: Any) -> Any:
         raise ConfigError(f"--{flag.name}: needs a value; must be {_allowed(hint)}")
     if _takes_mapping(hint) and flag.values != ["null"]:
         return _mapping_flag(flag, hint)
-    is_numbers = list[int] in _alternatives(hint)
+    is_numbers = list[int] in _alternatives(hint) or list[float] in _alternatives(hint)
     if len(flag.values) > 1 and not is_numbers:
         return flag.values
     text = ", ".join(flag.values)
@@ -279,8 +335,8 @@ def _read_inline(name: str, text: str, hint: Any) -> object:
         raise ConfigError("--" + _wrong_value(name, text, hint)) from None
 
 
-def _unknown(name: str, value: str, hints: dict[str, Any]) -> str:
-    hint = _ELSEWHERE.get(name) or did_you_mean(name, list(hints)).removeprefix("; ")
+def _unknown(name: str, value: str, settings: Settings[Any]) -> str:
+    hint = settings.elsewhere.get(name) or did_you_mean(name, list(settings.hints())).removeprefix("; ")
     return (
         f"{name}: {value}; there is no such setting" + (f"; {hint}" if hint else "") + " (--help lists all)"
     )
@@ -322,6 +378,7 @@ def _allowed(hint: Any) -> str:
         str: "text",
         list[str]: "a list of texts such as [a, b]",
         list[int]: "a list of whole numbers such as [1, 2]",
+        list[float]: "a list of numbers such as [0.4, 0.6]",
         list[str | DataSource]: "a list of texts or of mappings such as {path: a, weight: 2}",
         dict[str, str]: "a mapping of texts such as {a: b}",
         dict[str, Any]: "a mapping such as {a: 1}",
