@@ -157,6 +157,9 @@ class Stratum:
     total: int
     control_hits: int
     control_total: int
+    holds_numbers: bool | None = None
+    """Whether the tails hold a number or a name that could as well be another, which makes them harder to guess; None:
+    not told apart."""
 
 
 @dataclass(frozen=True)
