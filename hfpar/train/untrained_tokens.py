@@ -7,45 +7,22 @@ are zero, or what they were made with. An adapter of the layers can't mend that,
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from hfpar.config.schema import SFTConfig
 from hfpar.data.stream import Sample
 from hfpar.errors import ConfigError
 from hfpar.models import load
 from hfpar.models.adapters import modules_named
-from hfpar.models.stored import SafetensorsSource, WeightPart
+from hfpar.models.token_matrices import ZEROS, Layers, find_matrices, judge, tokens_in_use
 from hfpar.models.token_rows import Fresh
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
 from hfpar.train.model import ModelSource, TokenRows
 
 logger = logging.getLogger(__name__)
-
-FAR_OFF = 5.0
-"""Robust standard deviations of the logarithm of a row's norm. Those of a trained vocabulary lie within (SmolLM2's
-49,152 between -3.2 and 4.9); a zero row is infinitely far."""
-
-SMALLEST_DEVIATION = 0.1
-"""Of that logarithm: where all rows have about the same norm, 5 of these are still a factor of 1.6."""
-
-COPY = 0.01
-"""Relative distance below which a row is another token's: rows made alike, and moved alike ever since."""
-
-NEXT_TO_NOTHING = 1e-3
-"""Of the vocabulary's usual norm: rows below don't begin as they are (see `Fresh`)."""
-
-ZEROS = "rows of zeros"
-
-_SAMPLES = 1000
-_BLOCKS, _BLOCK_ROWS = 64, 64
 
 
 def choose_rows(
@@ -123,16 +100,6 @@ def _texts(tokens: Sequence[int], tokenizer: Any) -> str:
 # What the checkpoint says
 
 
-def tokens_in_use(samples: Sequence[Sample], tokenizer: Any) -> list[int]:
-    """The special and added tokens in a thousand samples, spread over all."""
-    added = set(tokenizer.added_tokens_decoder)
-    step = max(1, len(samples) // _SAMPLES)
-    used: set[int] = set()
-    for index in range(0, len(samples), step):
-        used |= added.intersection(samples[index].input_ids)
-    return sorted(used)
-
-
 @dataclass(frozen=True)
 class _Found:
     """What the checkpoint says of tokens."""
@@ -141,29 +108,6 @@ class _Found:
     """Why a token counts as never trained."""
     fresh: dict[str, Fresh]
     """By `embedding` or `head`: rows that are next to nothing there."""
-
-
-def why_untrained(row: Tensor, vocabulary: Tensor, others: Tensor) -> str | None:
-    """What shows that a row was never trained, or None.
-
-    Args:
-        row: [H].
-        vocabulary: [n], norms of other tokens' rows.
-        others: [k, H], rows of other special and added tokens.
-    """
-    norm, usual = float(row.norm()), vocabulary[vocabulary > 0].log()
-    if norm == 0:
-        return ZEROS
-    if len(usual):
-        away = math.log(norm) - float(usual.median())
-        deviation = max(1.4826 * float((usual - usual.median()).abs().median()), SMALLEST_DEVIATION)
-        if away < math.log(NEXT_TO_NOTHING):
-            return ZEROS
-        if abs(away) > FAR_OFF * deviation:
-            return f"norms far from the vocabulary's {float(usual.median().exp()):.2g}"
-    if len(others) and float((others - row).norm(dim=1).min()) < COPY * norm:
-        return "copies of other tokens"
-    return None
 
 
 def _look(matrices: _Matrices, named: Sequence[int], samples: Sequence[Sample], tokenizer: Any) -> _Found:
@@ -183,60 +127,12 @@ def _look(matrices: _Matrices, named: Sequence[int], samples: Sequence[Sample], 
             raise ConfigError(
                 f"train_tokens: token {outside[0]}, but the model's tokens are 0 to {matrix.num_rows - 1}"
             )
-        present = sorted(
-            token for token in {*tokens, *tokenizer.added_tokens_decoder} if token < matrix.num_rows
-        )
-        rows = dict(zip(present, matrix.read(present), strict=True))
-        usual = matrix.sample(excluded=set(present))
-        reasons = {}
-        for token in tokens:
-            others = [row for other, row in rows.items() if other != token]
-            reason = why_untrained(
-                rows[token], usual.norm(dim=1), torch.stack(others) if others else torch.empty(0, 0)
-            )
-            if reason is not None:
-                reasons[token] = found.reasons.setdefault(token, reason)
+        judged = judge(matrix, tokens, tokenizer)
+        reasons = {token: found.reasons.setdefault(token, reason) for token, reason in judged.reasons.items()}
         zeros = tuple(token for token, reason in reasons.items() if reason == ZEROS)
         if zeros:
-            found.fresh[matrix.name] = Fresh(zeros, usual.mean(dim=0))
+            found.fresh[matrix.name] = Fresh(zeros, judged.sampled.mean(dim=0))
     return found
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """The embedding or the head, in a checkpoint."""
-
-    name: str
-    """embedding or head."""
-    source: SafetensorsSource
-    found: str
-    like: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens, padding of the vocabulary included."""
-        return self.like.shape[0]
-
-    def read(self, rows: Sequence[int]) -> Tensor:
-        """Some rows in rising order, fp32."""
-        parts = []
-        for _, run in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-            numbers = [row for _, row in run]
-            part = WeightPart(self.like, None, 0, slice(numbers[0], numbers[-1] + 1))
-            parts.append(self.source.read(self.found, part).float())
-        return torch.cat(parts) if parts else torch.empty(0, self.like.shape[1])
-
-    def sample(self, excluded: set[int]) -> Tensor:
-        """Rows that are spread over all, or all where there are few, but for some."""
-        size = self.num_rows
-        if size <= _BLOCKS * _BLOCK_ROWS:
-            chosen = range(size)
-            rows = [row for row in chosen if row not in excluded]
-        else:
-            starts = [number * (size - _BLOCK_ROWS) // (_BLOCKS - 1) for number in range(_BLOCKS)]
-            spread = {start + row for start in starts for row in range(_BLOCK_ROWS)}
-            rows = sorted(spread - excluded)
-        return self.read(rows)
 
 
 class _Matrices:
@@ -245,21 +141,15 @@ class _Matrices:
     def __init__(self, config: SFTConfig, source: ModelSource) -> None:
         """Lay the model out without weights, and look up its matrices."""
         model = load.skeleton(source.config, trust_remote_code=config.trust_remote_code)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        names = {id(module): name for name, module in model.named_modules()}
-        self.is_tied = head is None or head.weight is embedding.weight
-        modules = [embedding] if head is None else [embedding, head]
-        keys = [f"{names[id(module)]}.weight" for module in modules]
-        stored = SafetensorsSource(source.folder, model, keys)
-        groups = [keys] if self.is_tied else [[key] for key in keys]
-        self.all: list[_Matrix] = []
-        for name, group, module in zip(("embedding", "head"), groups, modules, strict=False):
-            found = stored.find(group)
-            if found is not None:
-                self.all.append(_Matrix(name, stored, found, module.weight))
+        layers = Layers.of(model)
+        self.is_tied = layers.is_tied
+        self.all = find_matrices(model, source.folder)
         wanted = [*_as_list(config.modules_to_save), *_as_list(config.lora_target_modules)]
         trained = {id(module) for name in wanted for _, module in modules_named(model, name)}
-        self.embedding_trained, self.head_trained = id(embedding) in trained, id(head) in trained
+        self.embedding_trained, self.head_trained = (
+            id(layers.embedding) in trained,
+            id(layers.head) in trained,
+        )
 
     @property
     def all_trained(self) -> bool:

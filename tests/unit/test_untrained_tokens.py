@@ -14,11 +14,13 @@ from hfpar.data.stream import Sample
 from hfpar.errors import ConfigError
 from hfpar.models.adapters import LoraChoices, add_adapters
 from hfpar.models.load import load_model_config, load_tokenizer, skeleton
+from hfpar.models.stored import SafetensorsSource
 from hfpar.models.tiny import build_tiny_model
+from hfpar.models.token_matrices import Usual, tokens_in_use, why_untrained
 from hfpar.parallel.layout import Layout
 from hfpar.train import untrained_tokens
 from hfpar.train.model import ModelSource, TokenRows
-from hfpar.train.untrained_tokens import choose_rows, tokens_in_use, why_untrained
+from hfpar.train.untrained_tokens import choose_rows
 
 CONFIG = SFTConfig(lora_r=4)
 ALONE = Layout(rank=0, world_size=1)
@@ -54,24 +56,24 @@ def row(norm: float, seed: int = 0) -> torch.Tensor:
     ],
 )
 def test_a_row_is_judged_by_its_norm(norm, spread, reason):
-    assert why_untrained(row(norm), vocabulary(spread), torch.stack([row(3.0, 1)])) == reason
+    assert why_untrained(row(norm), Usual.of(vocabulary(spread)), torch.stack([row(3.0, 1)])) == reason
 
 
 def test_a_copy_of_another_tokens_row_was_never_trained():
     nearly = row(3.0) + row(0.01, 1)
     assert (
-        why_untrained(row(3.0), vocabulary(0.2), torch.stack([row(3.0, 2), nearly]))
+        why_untrained(row(3.0), Usual.of(vocabulary(0.2)), torch.stack([row(3.0, 2), nearly]))
         == "copies of other tokens"
     )
-    assert why_untrained(row(3.0), vocabulary(0.2), torch.stack([row(3.0, 2), row(3.0, 3)])) is None
-    assert why_untrained(row(3.0), vocabulary(0.2), torch.empty(0, 0)) is None
+    assert why_untrained(row(3.0), Usual.of(vocabulary(0.2)), torch.stack([row(3.0, 2), row(3.0, 3)])) is None
+    assert why_untrained(row(3.0), Usual.of(vocabulary(0.2)), torch.empty(0, 0)) is None
 
 
 def test_zeros_in_the_vocabulary_are_no_part_of_what_is_usual():
     """Padding of the vocabulary is often zero."""
     norms = torch.cat([vocabulary(0.2, 100), torch.zeros(300)])
-    assert why_untrained(row(3.0), norms, torch.empty(0, 0)) is None
-    assert why_untrained(row(0.0), torch.zeros(10), torch.empty(0, 0)) == "rows of zeros"
+    assert why_untrained(row(3.0), Usual.of(norms), torch.empty(0, 0)) is None
+    assert why_untrained(row(0.0), Usual.of(torch.zeros(10)), torch.empty(0, 0)) == "rows of zeros"
 
 
 # A model
@@ -237,6 +239,6 @@ def test_ranks_that_share_the_rows_are_refused_only_if_there_are_some(spoilt, he
 
 
 def test_a_matrix_that_cannot_be_read_by_rows_is_told(spoilt, caplog, monkeypatch):
-    monkeypatch.setattr(untrained_tokens.SafetensorsSource, "find", lambda self, names: None)
+    monkeypatch.setattr(SafetensorsSource, "find", lambda self, names: None)
     assert choose(spoilt) == TokenRows()
     assert "nobody has looked" in caplog.records[-1].getMessage()
