@@ -26,6 +26,9 @@ COMMANDS = {
     "demo": Command("hfpar.demo", "train a tiny model on two processes, and show what it learned"),
     "verify": Command("hfpar.verify.run", "prove that no engine or layout changes one process's numbers"),
     "data": Command("hfpar.datatool.main", "check a data set, or show a row of it as it is trained on"),
+    "tokens": Command(
+        "hfpar.tokentool.main", "show which special tokens a model was never taught, alone or beside another"
+    ),
     "export": Command(
         "hfpar.exporting.main", "merge a run's adapter into its base, or give the adapter alone"
     ),

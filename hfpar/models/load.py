@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,12 @@ from hfpar.models.quantization import Quantization, quantize_skeleton
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_folder(model_name_or_path: str) -> Path:
+def resolve_folder(model_name_or_path: str, *, files: Sequence[str] | None = None) -> Path:
     """The local folder of a model: itself, or the snapshot of a hub id.
+
+    Args:
+        model_name_or_path: the folder or the id.
+        files: patterns of those to download; None: all that hfpar reads.
 
     Raises:
         ConfigError: neither a folder with a config.json nor an id that the hub (or its cache) has.
@@ -45,7 +49,11 @@ def resolve_folder(model_name_or_path: str) -> Path:
 
     try:
         return Path(
-            snapshot_download(model_name_or_path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx"])
+            snapshot_download(
+                model_name_or_path,
+                allow_patterns=None if files is None else list(files),
+                ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx"],
+            )
         )
     except (OSError, ValueError, RevisionResolutionError) as error:
         reason = first_line(error)

@@ -1,0 +1,1 @@
+"""`hfpar tokens`: what a checkpoint's embedding says of its special tokens."""
