@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from hfpar.audit.server_http import JsonClient, RefusedError, ServerError
@@ -245,35 +246,39 @@ class CompletionServer:
         return choices[0]
 
     def _in_order(self, items: Iterable[_Item], call: Callable[[_Item], _Result]) -> Iterator[_Result]:
-        """Results of concurrent calls in the order of the items.
+        """Results of concurrent calls, begun and given in the order of the items.
 
-        Each call has a thread of its own, which ends with the program: one that hangs must not keep Ctrl-C waiting.
+        The threads end with the program: a call that hangs must not keep Ctrl-C waiting.
         """
-        free = threading.Semaphore(self._concurrency)
+        tasks: SimpleQueue[tuple[_Item, Future[_Result]] | None] = SimpleQueue()
         is_over = threading.Event()
 
-        def run(item: _Item, future: Future[_Result]) -> None:
-            with free:
-                if is_over.is_set():
-                    return
+        def work() -> None:
+            while (task := tasks.get()) is not None and not is_over.is_set():
+                item, future = task
                 try:
                     future.set_result(call(item))
                 except BaseException as error:  # raised again where the result is taken
                     future.set_exception(error)
 
+        for _ in range(self._concurrency):
+            threading.Thread(target=work, daemon=True).start()
         pending: deque[Future[_Result]] = deque()
         try:
             for item in items:
                 future: Future[_Result] = Future()
-                threading.Thread(target=run, args=(item, future), daemon=True).start()
                 pending.append(future)
-                # Some are started ahead, so that a slow one at the front doesn't leave the server idle.
+                tasks.put((item, future))
+                # Ahead of the next result, so that a slow one doesn't leave the server idle; not without end,
+                # because what lies behind a failed one is lost.
                 if len(pending) >= 4 * self._concurrency:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
             is_over.set()
+            for _ in range(self._concurrency):
+                tasks.put(None)
 
     # Abilities
 
