@@ -1,0 +1,1 @@
+"""Benchmark items in training rows: common runs of words and near matches."""
