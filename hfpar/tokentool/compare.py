@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from hfpar.errors import ConfigError
+from hfpar.models.token_matrices import COPIES
 from hfpar.tokentool.measure import Measured, Model
 
 Change = Literal["taught", "untaught", "moved", "as others", "same"]
-"""taught: never trained in the first model, trained in the second; untaught: the other way round; moved: farther than
-99 % of the vocabulary; as others: changed no more than these; same: not at all."""
+"""taught: never trained in the first model, trained in the second; untaught: the other way round; moved: changed more
+than 99 % of the vocabulary; as others: no more than these; same: not at all."""
 
 _MOST_SAMPLED = 4096
 _FAR = 0.99
@@ -182,14 +184,16 @@ def _change(text: str, one: Side, other: Side, distance: float | None, far: floa
     first, second = one.row(text), other.row(text)
     if first is None or second is None:
         return None
-    was, is_now = first in one.measured.reasons, second in other.measured.reasons
-    if was != is_now:
+    was, is_now = one.measured.reasons.get(first), other.measured.reasons.get(second)
+    if distance is not None and not math.isfinite(distance):
+        distance = None
+    is_far = distance is None or far is None or distance > far
+    # Copies are told apart by the noise of any training; they have to have moved.
+    if bool(was) != bool(is_now) and (is_far or (was or is_now) != COPIES):
         return "taught" if was else "untaught"
-    if distance is None or not np.isfinite(distance):
+    if distance is None:
         return None
-    if distance == 0:
-        return "same"
-    return "as others" if far is not None and distance <= far else "moved"
+    return "same" if distance == 0 else "moved" if is_far else "as others"
 
 
 def _distances(first: Tensor, second: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,15 @@ _UNTRAINED, _WRITTEN, _OTHER, _INK = "#d1495b", "#0b7285", "#7a838c", "#333b44"
 _NUM_BINS = 80
 _MOST_LABELS = 22
 _MOST_NAMES = 2
-_MOST_CHARS = 26
+_MOST_CHARS = 28
 _NEAR = 0.012
 """Share of the axis within which tokens have one label."""
 _APART = 0.026
 """Share of the axis between labels."""
+_FARTHEST = 2.0
+"""Of the vocabulary's large norms: what is farther off is marked at the end of the axis, with its norm."""
+_ROOM = 2.35
+"""Height of a panel by that of its histogram: labels stand above that."""
 
 
 def plot_norms(findings: Findings, path: Path) -> None:
@@ -46,7 +50,7 @@ def plot_norms(findings: Findings, path: Path) -> None:
     columns = max(len(model.measured) for model in findings.models)
     lines = len(findings.models)
     figure = Figure(
-        figsize=(9.5 if columns == 1 else 15, 4.6 * lines), dpi=150, layout="tight", facecolor="white"
+        figsize=(9.5 if columns == 1 else 15, 4.8 * lines), dpi=150, layout="tight", facecolor="white"
     )
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, squeeze=False)
@@ -56,7 +60,7 @@ def plot_norms(findings: Findings, path: Path) -> None:
             for number, model in enumerate(findings.models)
             if column < len(model.measured)
         ]
-        high = max(_highest(measured, model, findings.listed) for _, model, measured in shown)
+        high = max(_end_of_axis(measured, model, findings.listed) for _, model, measured in shown)
         for number, model, measured in shown:
             _draw(panels[number][column], model, measured, findings.listed, high, _VOCABULARY[number])
         for number in set(range(lines)) - {number for number, _, _ in shown}:
@@ -71,23 +75,27 @@ def plot_norms(findings: Findings, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _highest(measured: Measured, model: Model, listed: Sequence[str]) -> float:
-    marks = [mark.norm for mark in _marks(measured, model, listed)]
+def _end_of_axis(measured: Measured, model: Model, listed: Sequence[str]) -> float:
+    """The largest norm, but not so large that the vocabulary would be squeezed into a corner."""
     norms = measured.ordinary_norms
-    return max([float(norms.max()) if len(norms) else 0.0, *marks]) or 1.0
+    most = [_FARTHEST * float(np.quantile(norms, 0.999))] if len(norms) and norms.any() else []
+    largest = max(
+        [*norms.max(initial=0.0, keepdims=True).tolist(), *(m.norm for m in _marks(measured, model, listed))]
+    )
+    return min([largest, *most]) or 1.0
 
 
 def _draw(
     axes: Axes, model: Model, measured: Measured, listed: Sequence[str], high: float, color: str
 ) -> None:
-    norms, width = measured.ordinary_norms, 1.04 * high
+    norms, width = np.minimum(measured.ordinary_norms, high), 1.04 * high
     edges = np.linspace(0, high, _NUM_BINS + 1).tolist()
     axes.hist(norms, edges, color=color, alpha=0.25)
     axes.hist(norms, edges, color=color, histtype="step", linewidth=1.4)
     axes.set_xlim(-0.02 * high, width)
     tallest = max(1.0, float(np.histogram(norms, edges)[0].max()))
-    axes.set_ylim(0, 2.05 * tallest)
-    marks = _marks(measured, model, listed)
+    axes.set_ylim(0, _ROOM * tallest)
+    marks = [mark.within(high) for mark in _marks(measured, model, listed)]
     for mark in marks:
         axes.plot(
             [mark.norm, mark.norm], [0, 0.035 * tallest], color=mark.color, linewidth=1.2, clip_on=False
@@ -170,6 +178,12 @@ class Mark:
     color: str
     rank: int
 
+    def within(self, high: float) -> Mark:
+        """At the end of the axis, if it is farther off."""
+        if self.norm <= high:
+            return self
+        return replace(self, norm=high, text=f"{_short(self.text, _MOST_CHARS - 8)} {self.norm:.3g} \u2192")
+
 
 def _marks(measured: Measured, model: Model, listed: Sequence[str]) -> list[Mark]:
     chosen = set(listed)
@@ -184,10 +198,12 @@ def _marks(measured: Measured, model: Model, listed: Sequence[str]) -> list[Mark
         color = _UNTRAINED if is_untrained else _WRITTEN if is_written else _OTHER
         rank = 0 if is_written else 1 if token.roles else 2 if is_untrained else 3
         text = token.text if token.text.isprintable() and token.text.strip() else repr(token.text)
-        marks.append(
-            Mark(norm, text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "...", color, rank)
-        )
+        marks.append(Mark(norm, _short(text, _MOST_CHARS), color, rank))
     return marks
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _group(marks: Sequence[Mark], near: float) -> list[Mark]:
@@ -201,8 +217,11 @@ def _group(marks: Sequence[Mark], near: float) -> list[Mark]:
     merged = []
     for group in groups:
         group.sort(key=lambda mark: mark.rank)
-        more = f" +{len(group) - _MOST_NAMES}" if len(group) > _MOST_NAMES else ""
-        text = ", ".join(mark.text for mark in group[:_MOST_NAMES]) + more
+        names = [mark.text for mark in group[:_MOST_NAMES]]
+        if len(", ".join(names)) > _MOST_CHARS:
+            names = names[:1]
+        more = f" +{len(group) - len(names)}" if len(group) > len(names) else ""
+        text = ", ".join(names) + more
         norm = float(np.mean([mark.norm for mark in group]))
         merged.append(Mark(norm, text, group[0].color, group[0].rank))
     merged.sort(key=lambda mark: mark.rank)

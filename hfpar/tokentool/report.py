@@ -174,6 +174,8 @@ def _match_rows(comparison: Comparison) -> list[tuple[str, str]]:
     for matrix in comparison.matrices:
         if matrix.median_distance is None or matrix.far_distance is None or matrix.share_changed is None:
             what = "rows of other widths, or no ordinary token in both: no distances"
+        elif not matrix.share_changed:
+            what = f"none of {matrix.num_sampled:,} ordinary tokens changed"
         else:
             what = (
                 f"{matrix.share_changed:.1%} of {matrix.num_sampled:,} ordinary tokens changed; distance "
@@ -185,10 +187,8 @@ def _match_rows(comparison: Comparison) -> list[tuple[str, str]]:
 
 def _comparison_table(findings: Findings, matrix: MatrixComparison, number: int) -> Table:
     names = _short_names(findings)
-    columns = [f"{what}\n{name}" for name in names for what in ("norm", "z", "robust z")]
-    table = _empty_table(
-        matrix.name, columns, [f"row\n{name}" for name in names] + ["cosine", "distance", "change"]
-    )
+    columns = [f"{what}\n{name}" for name in names for what in ("norm", "z", "row")]
+    table = _empty_table(matrix.name, columns, ["cosine", "distance", "change"])
     pairs = {pair.text: pair for pair in matrix.pairs}
     for text in findings.listed:
         pair = pairs[text]
@@ -203,10 +203,9 @@ def _comparison_table(findings: Findings, matrix: MatrixComparison, number: int)
             Text(", ".join(roles)),
             *(
                 Text(cell, style=style)
-                for (measured, token), (_, style) in zip(sides, states, strict=True)
-                for cell in _measures(measured, token)
+                for (measured, token), (state, style) in zip(sides, states, strict=True)
+                for cell in (*_measures(measured, token)[:2], state)
             ),
-            *(Text(state, style=style) for state, style in states),
             *_pair_cells(pair),
         )
     return table
@@ -258,8 +257,13 @@ def _mark(tokens: Sequence[Token]) -> str:
 def _legend(findings: Findings) -> list[Text]:
     lines = [
         f"{WRITTEN} the chat template writes it in a conversation   {NAMED} it names it, for tools and the like",
-        "z: standard deviations between a row's norm and the vocabulary's mean norm. robust z: the same of the norm's "
-        "logarithm, by the median and the median deviation; beyond +-5 a row counts as never trained.",
+        "z: standard deviations between a row's norm and the vocabulary's mean norm."
+        + (
+            ""
+            if findings.comparison
+            else " robust z: the same of the norm's logarithm, by the median and the median deviation; beyond +-5 a row "
+            "counts as never trained."
+        ),
     ]
     if (
         any(near for model in findings.models for near in model.neighbors.values())
@@ -268,7 +272,7 @@ def _legend(findings: Findings) -> list[Text]:
         lines.append("nearest: by the cosine between rows from which the vocabulary's mean row is taken.")
     if findings.comparison is not None:
         lines.append(
-            "change: taught = never trained in the first, trained in the second; moved = farther than 99 % of the "
+            "change: taught = never trained in the first, trained in the second; moved = changed more than 99 % of the "
             "vocabulary."
         )
     return [Text(line, style="dim") for line in lines]

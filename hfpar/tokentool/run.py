@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hfpar.errors import ConfigError
@@ -64,7 +64,8 @@ def run_tokens(request: Request, *, as_json: bool, plot: Path | None) -> int:
     Raises:
         ConfigError: a model or a file that can't be.
     """
-    findings = find(request)
+    shows_neighbors = as_json or request.other is None  # they have no room in the table of two models
+    findings = find(request if shows_neighbors else replace(request, num_neighbors=0))
     if plot is not None:
         from hfpar.tokentool.plot import plot_norms
 
