@@ -114,6 +114,13 @@ class SFTConfig:
     """The columns that a format needs, by the names that they have here, such as instruction=question."""
     bad_rows: Literal["error", "skip"] = "error"
     """What a row that can't be used does: end the run with a list of them, or be left out and counted."""
+    decontaminate_against: str | list[str] | None = None
+    """Benchmarks whose items are looked for in the rows of dataset: math500, gsm8k, gsm8k_train, or YAML files that
+    describe others; several with commas."""
+    decontaminate: Literal["warn", "drop"] = "warn"
+    """What becomes of rows that hold one: they're told of and stay, or are left out and counted."""
+    benchmark_files: dict[str, str] | None = None
+    """Files to read those benchmarks from instead of the hub, by name: math500=PATH."""
     chat_template: str | None = None
     """chatml, or a Jinja file, in place of the tokenizer's own chat template; saved with the model."""
     chat_template_kwargs: dict[str, Any] | None = None

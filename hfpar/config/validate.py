@@ -46,6 +46,8 @@ _NOT_EMPTY = (
     "dataset",
     "eval_dataset",
     "dataset_columns",
+    "decontaminate_against",
+    "benchmark_files",
     "chat_template",
     "chat_template_kwargs",
     "token_cache",
@@ -252,6 +254,13 @@ def _check_data(config: SFTConfig) -> None:
         raise ConfigError(
             f"eval_steps: {config.eval_steps} has nothing to evaluate; set eval_dataset or eval_fraction too"
         )
+    if config.decontaminate_against is None:
+        for name, default in (("decontaminate", "warn"), ("benchmark_files", None)):
+            if getattr(config, name) != default:
+                raise ConfigError(
+                    f"{name}: {show(getattr(config, name))} without decontaminate_against; name the benchmarks with "
+                    f"it, or leave {name} out"
+                )
     if config.streaming and config.max_steps == -1:
         raise ConfigError("streaming: true, so that nobody knows the number of steps; set max_steps")
     if config.streaming and config.eval_fraction:

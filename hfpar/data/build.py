@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,10 +21,12 @@ import numpy as np
 from hfpar.child_processes import end_with_parent, interrupts_ignored
 from hfpar.config.schema import DataSource, FormatName, SFTConfig
 from hfpar.data.chat.encode import EncodedRow, EncodeOptions, encode
+from hfpar.data.overlap.screen import Screen, SiftedRows, describe
 from hfpar.data.reading.chunks import Chunk
 from hfpar.data.reading.formats import to_example
 from hfpar.data.reading.rows import Example, Place, Problem, RowError
-from hfpar.data.store import MAX_LISTED_PROBLEMS, DataReport, TokenArrays, TokenBlock
+from hfpar.data.reading.sources import DataFile
+from hfpar.data.store import MAX_LISTED_OVERLAPS, MAX_LISTED_PROBLEMS, DataReport, TokenArrays, TokenBlock
 from hfpar.errors import BadRowsError, DataError
 
 if TYPE_CHECKING:
@@ -44,9 +46,11 @@ class Recipe:
     format: FormatName
     columns: Mapping[str, str] | None
     options: EncodeOptions
+    screen: Screen | None = None
+    """For benchmark items among the rows."""
 
     @classmethod
-    def of(cls, config: SFTConfig, source: DataSource) -> Recipe:
+    def of(cls, config: SFTConfig, source: DataSource, screen: Screen | None = None) -> Recipe:
         """For one entry of `dataset`."""
         options = EncodeOptions(
             max_length=config.max_length,
@@ -59,14 +63,43 @@ class Recipe:
             source.format or config.dataset_format,
             config.dataset_columns if source.columns is None else source.columns,
             options,
+            screen,
         )
+
+    def for_data(self, files: Sequence[DataFile], *, streaming: bool = False) -> Recipe:
+        """The same recipe, ready for the rows of these files.
+
+        Raises:
+            DataError: a file can't be read.
+        """
+        if self.screen is None:
+            return self
+        screen = self.screen.for_data(files, self.format, self.columns, streaming=streaming)
+        return replace(self, screen=screen)
 
 
 def encode_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> TokenBlock:
     """Parse, check, render and tokenize the rows of a chunk."""
     examples, problems = read_examples(chunk, recipe)
-    encoded = encode(examples, tokenizer, recipe.options)
-    return make_block([place for place, _ in examples], encoded, problems)
+    sifted = sift(examples, recipe)
+    encoded = encode(sifted.kept, tokenizer, recipe.options)
+    block = make_block([place for place, _ in sifted.kept], encoded, problems)
+    count_overlaps(block.report, sifted, recipe)
+    return block
+
+
+def sift(examples: Sequence[tuple[Place, Example]], recipe: Recipe) -> SiftedRows:
+    """Look for benchmark items, if that is wanted."""
+    return SiftedRows(list(examples), []) if recipe.screen is None else recipe.screen.sift(examples)
+
+
+def count_overlaps(report: DataReport, sifted: SiftedRows, recipe: Recipe) -> None:
+    """Add what sifting found to the report on the rows that it left."""
+    if recipe.screen is not None and sifted.found:
+        if recipe.screen.action == "drop":
+            report.num_rows += len(sifted.found)
+        report.counts[recipe.screen.counted_as] += len(sifted.found)
+        report.listed_overlaps += [describe(*found) for found in sifted.found[:MAX_LISTED_OVERLAPS]]
 
 
 def encode_rows(

@@ -190,7 +190,7 @@ def write_tokens(
         encode_chunk,
         read_chunks(request.files),
         tokenizer,
-        request.recipe,
+        request.recipe.for_data(request.files),
         useful_processes(sum(file.num_bytes for file in request.files), num_proc),
     )
     try:

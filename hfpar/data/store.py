@@ -19,6 +19,7 @@ from hfpar.errors import BadRowsError
 
 META_FILE = "meta.json"
 MAX_LISTED_PROBLEMS = BadRowsError.MOST
+MAX_LISTED_OVERLAPS = 5
 _SAMPLES_AT_ONCE = 20_000
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -39,6 +40,8 @@ class DataReport:
     """Rows that can't be used, by kind."""
     listed_problems: list[str] = field(default_factory=list)
     """The first of them, each with its place and reason."""
+    listed_overlaps: list[str] = field(default_factory=list)
+    """The first rows that hold a benchmark's item, each with its place and the item."""
 
     @property
     def num_bad_rows(self) -> int:
@@ -56,6 +59,8 @@ class DataReport:
         self.problems.update(other.problems)
         room = MAX_LISTED_PROBLEMS - len(self.listed_problems)
         self.listed_problems += other.listed_problems[: max(room, 0)]
+        room = MAX_LISTED_OVERLAPS - len(self.listed_overlaps)
+        self.listed_overlaps += other.listed_overlaps[: max(room, 0)]
 
 
 @dataclass

@@ -70,6 +70,7 @@ class WindowReader:
             tokenizer_key: of the tokenizer and its template, for the fingerprint.
         """
         self.requests = list(requests)
+        self._recipes = [request.recipe.for_data(request.files, streaming=True) for request in self.requests]
         self.tokenizer = tokenizer
         self.rows = rows
         self.report = DataReport()
@@ -139,9 +140,9 @@ class WindowReader:
 
     def _window(self, window: int) -> list[TokenBlock]:
         blocks = []
-        for request, stream, count in zip(self.requests, self._streams, self._counts(window), strict=True):
+        for recipe, stream, count in zip(self._recipes, self._streams, self._counts(window), strict=True):
             chunk: Any = _Rows(list(itertools.islice(stream, count)))
-            blocks.append(encode_chunk(chunk, self.tokenizer, request.recipe))
+            blocks.append(encode_chunk(chunk, self.tokenizer, recipe))
         return blocks
 
     def _counts(self, window: int) -> list[int]:

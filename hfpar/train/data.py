@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe
 from hfpar.data.cache import TokenCache, TokenRequest
 from hfpar.data.loader import StepLoader
+from hfpar.data.overlap.screen import DROPPED, KEPT, Screen
 from hfpar.data.packing import pack
 from hfpar.data.reading.chunks import Chunk
 from hfpar.data.reading.sources import resolve
@@ -113,7 +115,7 @@ def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> l
         return []
 
     def build() -> list[str]:
-        requests = [_request(key, entry, config) for entry in sources]
+        requests = _requests(key, config)
         num_bytes = sum(file.num_bytes for request in requests for file in request.files)
         with RowsBar(f"Tokenizing {key}", num_bytes) as bar:
 
@@ -131,10 +133,11 @@ def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> l
 
     keys = on_main(layout, build, may_take_long=key)
     # A node that doesn't share rank 0's cache builds its own.
-    stores = [
-        cache.find(name) or cache.get(_request(key, entry, config))
-        for name, entry in zip(keys, sources, strict=True)
-    ]
+    found = [cache.find(name) for name in keys]
+    if all(found):
+        stores = [store for store in found if store is not None]
+    else:
+        stores = [cache.get(request) for request in _requests(key, config)]
     report = DataReport()
     for store in stores:
         report.add(store.report)
@@ -145,12 +148,55 @@ def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> l
     return stores
 
 
-def _request(key: str, source: DataSource, config: SFTConfig) -> TokenRequest:
+def _requests(key: str, config: SFTConfig) -> list[TokenRequest]:
+    """What is tokenized for `dataset` or `eval_dataset`; benchmark items are looked for in the first alone."""
+    sources = data_sources(getattr(config, key))
+    screen = make_screen(config) if key == "dataset" else None
     try:
-        files = resolve(source)
+        files = [resolve(source) for source in sources]
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    return TokenRequest(files, Recipe.of(config, source), config.bad_rows == "skip")
+    return [
+        TokenRequest(found, Recipe.of(config, source, screen), config.bad_rows == "skip")
+        for found, source in zip(files, sources, strict=True)
+    ]
+
+
+def make_screen(config: SFTConfig) -> Screen | None:
+    """What is looked for in the rows of `dataset`, if anything is.
+
+    Raises:
+        DataError: a benchmark can't be read.
+    """
+    if config.decontaminate_against is None:
+        return None
+    given = config.decontaminate_against
+    names = [given] if isinstance(given, str) else given
+    names = [name.strip() for part in names for name in part.split(",") if name.strip()]
+    try:
+        return Screen.of(names, config.benchmark_files or {}, config.decontaminate)
+    except DataError as error:
+        raise DataError(f"decontaminate_against: {error}") from error
+
+
+def warn_of_overlaps(config: SFTConfig, run_data: RunData, layout: Layout) -> None:
+    """Tell of rows that hold benchmark items, once, on rank 0; of streamed ones, those of the first window."""
+    report = run_data.report if run_data.windows is None else run_data.windows.report
+    count = report.counts[DROPPED] + report.counts[KEPT]
+    if layout.rank != 0 or not count:
+        return
+    done = (
+        "are left out"
+        if config.decontaminate == "drop"
+        else "are trained on (--decontaminate drop leaves them out)"
+    )
+    logging.getLogger(__name__).warning(
+        "dataset: %d of %d rows hold a benchmark's item and %s; such as %s; `hfpar data decontaminate` lists all",
+        count,
+        report.num_rows,
+        done,
+        "; ".join(report.listed_overlaps),
+    )
 
 
 def explain(report: DataReport, max_length: int) -> str:
@@ -159,6 +205,8 @@ def explain(report: DataReport, max_length: int) -> str:
         f"{report.counts['too long']} are longer than max_length {max_length}",
         f"{report.counts['without label']} have nothing to learn",
     ]
+    if report.counts[DROPPED]:
+        parts.append(f"{report.counts[DROPPED]} hold a benchmark's item")
     parts += [f"{count} are bad ({kind})" for kind, count in report.problems.most_common()]
     return ", ".join(parts)
 
@@ -268,15 +316,10 @@ def check_fit(
 
 def _window_reader(config: SFTConfig, source: ModelSource, cache: TokenCache, layout: Layout) -> WindowReader:
     """What is streamed. Hub data sets are looked up on rank 0 first."""
-    sources = data_sources(config.dataset)
-    on_main(
-        layout,
-        lambda: [_request("dataset", entry, config) for entry in sources] and None,
-        may_take_long="stream",
-    )
+    on_main(layout, lambda: _requests("dataset", config) and None, may_take_long="stream")
     return WindowReader(
-        [_request("dataset", entry, config) for entry in sources],
-        [entry.weight for entry in sources],
+        _requests("dataset", config),
+        [entry.weight for entry in data_sources(config.dataset)],
         source.tokenizer,
         rows=config.streaming_window,
         check=lambda block: check_fit(

@@ -115,6 +115,7 @@ def run_sft(config: SFTConfig, launch: Launch) -> None:
     loader = data.make_loader(config, run_data, layout, pad_token_id=source.pad_token_id)
     schedule = loop.Schedule.of(config, loader, layout)
     stop_token = data.stop_token(loader.samples, source.tokenizer)
+    data.warn_of_overlaps(config, run_data, layout)
     token_rows = untrained_tokens.choose_rows(config, source, loader.samples, layout)
     folder = checkpoint.RunFolder(config, layout)
 

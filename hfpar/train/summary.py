@@ -10,6 +10,7 @@ import torch
 from hfpar.accelerator import Launch
 from hfpar.config.schema import SFTConfig
 from hfpar.data.loader import StepLoader
+from hfpar.data.overlap.screen import DROPPED
 from hfpar.data.store import DataReport
 from hfpar.data.streaming import StreamLoader
 from hfpar.engine.base import Engine, Weight, weights
@@ -21,7 +22,7 @@ from hfpar.train.data import RunData
 from hfpar.train.loop import Schedule, peak_memory_bytes
 from hfpar.train.progress import METRICS_FILE, format_bytes, format_count, print_summary
 
-_DROPPED = ("too long", "without label")
+_DROPPED = ("too long", "without label", DROPPED)
 
 
 def show(
@@ -133,6 +134,7 @@ def _data_rows(config: SFTConfig, run_data: RunData) -> list[tuple[str, str]]:
 def dropped(report: DataReport) -> str:
     """What was left out, in words."""
     text = f"dropped: {report.counts['too long']} too long, {report.counts['without label']} without a label"
+    text += f", {report.counts[DROPPED]} with {DROPPED}" if report.counts[DROPPED] else ""
     return text + (f"; {report.num_bad_rows} bad rows skipped" if report.num_bad_rows else "")
 
 

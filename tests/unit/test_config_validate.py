@@ -41,6 +41,11 @@ FLOATS = [name for name, value in vars(SFTConfig(max_grad_norm=1.0)).items() if 
         {"eval_steps": 5, "dataset": "a", "eval_fraction": 0.1},
         {"streaming": True, "max_steps": 5, "dataset": "a", "eval_dataset": "b"},
         {"dataset": ["a", DataSource(path="b", weight=0.5)]},
+        {
+            "decontaminate_against": "math500,gsm8k",
+            "decontaminate": "drop",
+            "benchmark_files": {"gsm8k": "g"},
+        },
         {"report_to": ["wandb", "tensorboard"]},
         {"seed": 2**32 - 1},
         {"adam_beta1": 0.0},
@@ -134,6 +139,19 @@ def test_no_number_may_be_nan_or_infinite(name, number):
             "eval_fraction: 0.1 contradicts eval_dataset: b; keep one",
         ),
         ({"eval_fraction": 1.0}, "eval_fraction: 1.0; must be at least 0 and below 1"),
+        (
+            {"decontaminate": "drop"},
+            "decontaminate: drop without decontaminate_against; name the benchmarks with it, or leave decontaminate out",
+        ),
+        (
+            {"benchmark_files": {"gsm8k": "g.jsonl"}},
+            "benchmark_files: {gsm8k: g.jsonl} without decontaminate_against; name the benchmarks with it, or leave "
+            "benchmark_files out",
+        ),
+        (
+            {"decontaminate_against": " "},
+            "decontaminate_against: ' ' is empty; give a value, or leave decontaminate_against out",
+        ),
         ({"streaming": True}, "streaming: true, so that nobody knows the number of steps; set max_steps"),
         (
             {"streaming": True, "max_steps": 1, "eval_fraction": 0.1},

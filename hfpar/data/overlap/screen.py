@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from hfpar.config.schema import FormatName
-from hfpar.data.benchmarks import load_benchmarks
+from hfpar.data.benchmarks import Benchmark, load_benchmarks
 from hfpar.data.overlap.index import BenchmarkIndex, Hit
 from hfpar.data.overlap.rows import TEMPLATE_ROWS, TemplateCounter, text_of_example, text_of_row
 from hfpar.data.reading.rows import Example, Place, Problem
@@ -23,19 +23,20 @@ class SiftedRows(NamedTuple):
     """Rows, and what was found in them."""
 
     kept: list[tuple[Place, Example]]
-    num_found: int
-    listed: list[str]
-    """Each with its place, for people."""
+    found: list[tuple[Place, list[Hit]]]
+    """Rows that hold an item."""
 
 
 @dataclass(frozen=True)
 class Screen:
     """What is looked for in training rows, and what becomes of those that hold it."""
 
-    benchmarks: tuple[tuple[str, str], ...]
-    """Names and fingerprints."""
+    versions: tuple[tuple[str, str], ...]
+    """Names and fingerprints of the benchmarks."""
     action: Literal["warn", "drop"]
-    index: BenchmarkIndex = field(repr=False, compare=False)
+    benchmarks: tuple[Benchmark, ...] = field(repr=False, compare=False)
+    index: BenchmarkIndex | None = field(default=None, repr=False, compare=False)
+    """Of one data set; see `for_data`."""
 
     @classmethod
     def of(cls, names: Sequence[str], files: Mapping[str, str], action: Literal["warn", "drop"]) -> Screen:
@@ -46,7 +47,7 @@ class Screen:
         """
         benchmarks = load_benchmarks(names, files)
         versions = tuple((benchmark.name, benchmark.sha256) for benchmark in benchmarks)
-        return cls(versions, action, BenchmarkIndex(benchmarks))
+        return cls(versions, action, benchmarks)
 
     @property
     def counted_as(self) -> str:
@@ -61,12 +62,13 @@ class Screen:
         *,
         streaming: bool = False,
     ) -> Screen:
-        """The same screen, which knows what is a template in these files; it reads their first rows.
+        """The same screen, ready for these files: it reads their first rows to learn what is a template in them.
 
         Raises:
             DataError: a file can't be read.
         """
-        counter = TemplateCounter(self.index)
+        index = BenchmarkIndex(self.benchmarks)
+        counter = TemplateCounter(index)
         left = TEMPLATE_ROWS
         for chunk in read_chunks(files, streaming=streaming):
             rows = [row for _, row in chunk.rows() if not isinstance(row, Problem)][:left]
@@ -74,16 +76,16 @@ class Screen:
             left -= len(rows)
             if left <= 0:
                 break
-        return replace(self, index=self.index.without(counter.templates()))
+        return replace(self, benchmarks=(), index=index.without(counter.templates()))
 
     def sift(self, examples: Sequence[tuple[Place, Example]]) -> SiftedRows:
         """Look at rows; those that hold an item stay only if it is to be told of."""
+        assert self.index is not None
         found = self.index.find([text_of_example(example) for _, example in examples])
-        listed = [describe(place, hits) for (place, _), hits in zip(examples, found, strict=True) if hits]
+        held = [(place, hits) for (place, _), hits in zip(examples, found, strict=True) if hits]
         if self.action == "warn":
-            return SiftedRows(list(examples), len(listed), listed)
-        kept = [row for row, hits in zip(examples, found, strict=True) if not hits]
-        return SiftedRows(kept, len(listed), listed)
+            return SiftedRows(list(examples), held)
+        return SiftedRows([row for row, hits in zip(examples, found, strict=True) if not hits], held)
 
 
 def describe(place: Place, hits: Sequence[Hit]) -> str:
