@@ -1,0 +1,142 @@
+"""Figures as people read them: the same in the page, the Markdown and the terminal."""
+
+from __future__ import annotations
+
+from hfpar.audit.results import Comparison, Estimate, Level, Mode, RatioTest, Report, SetSummary
+
+NOTHING = "–"
+MINUS = "\N{MINUS SIGN}"
+
+LEVEL_MARKS: dict[Level, str] = {"strong": "●", "some": "◐", "none": "○", "untested": "–"}
+"""Shapes, so that nothing hangs on colour alone."""
+GRADES = {
+    "A": "exact at 40 %, with a tail of 15 words or more",
+    "B": "exact at 60 %, or a verbatim run of 20 tokens",
+    "C": "the right answer from the prefix alone",
+}
+SCORE_NAMES = {
+    "loss": "mean loss",
+    "zlib": "loss / zlib",
+    "min_k": "Min-K 20 %",
+    "min_k_plus_plus": "Min-K++ 20 %",
+    "reference": "loss / reference",
+}
+SKIP_REASONS = {
+    "short_tail": "tail too short",
+    "no_cut": "no place to cut",
+    "too_long": "longer than the context",
+    "same_as_benchmark": "same tail as an item of a benchmark",
+}
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share: `12.4 %`; `0 %` and `100 %` only where it is exactly that."""
+    if value is None:
+        return NOTHING
+    if value in (0.0, 1.0):
+        return f"{value:.0%}".replace("%", " %")
+    smallest = 10**-digits / 100
+    if 0 < value < smallest / 2:
+        return f"< {100 * smallest:.{digits}f} %"
+    return f"{100 * value:.{digits}f} %"
+
+
+def points(value: float | None) -> str:
+    """A difference of shares: `+12.4 pp`."""
+    if value is None:
+        return NOTHING
+    text = f"{100 * abs(value):.1f}"
+    return f"{'' if text == '0.0' else '+' if value > 0 else MINUS}{text} pp"
+
+
+def interval(low: float | None, high: float | None, unit: str = "%") -> str:
+    """An interval of shares or differences, in percent without its sign; of other numbers with `unit` empty."""
+    if low is None or high is None:
+        return ""
+    if not unit:
+        return f"[{low:.2f}, {high:.2f}]"
+    return f"[{_signed(100 * low)}, {_signed(100 * high)}]"
+
+
+def _signed(value: float) -> str:
+    text = f"{abs(value):.1f}"
+    return f"{MINUS if value < 0 and text != '0.0' else ''}{text}"
+
+
+def p_value(value: float | None) -> str:
+    """A p-value: `0.031`, `4 × 10⁻⁷`."""
+    if value is None:
+        return NOTHING
+    if value >= 0.9995:
+        return "1"
+    if value >= 0.001:
+        return f"{value:.3f}" if value < 0.0995 else f"{value:.2f}"
+    if value < 1e-99:
+        return "< 10⁻⁹⁹"
+    mantissa, exponent = f"{value:.0e}".split("e-")
+    return f"{mantissa} × 10⁻{str(int(exponent)).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
+def share(estimate: Estimate | None) -> str:
+    """A share and how many that is: `12.4 % (62/500)`."""
+    if estimate is None or estimate.value is None:
+        return NOTHING
+    counts = "" if estimate.hits is None else f" ({estimate.hits:,}/{estimate.total:,})"
+    return percent(estimate.value) + counts
+
+
+def ratio(value: float) -> str:
+    """A ratio of the text: `40 %`."""
+    return f"{100 * value:g} %"
+
+
+def mode_name(mode: Mode) -> str:
+    """How the model was asked."""
+    return "bare prompt" if mode == "bare" else "chat template"
+
+
+def benchmarks(report: Report) -> list[SetSummary]:
+    """The sets that are benchmarks."""
+    return [summary for summary in report.sets if summary.role == "benchmark"]
+
+
+def controls(report: Report) -> list[SetSummary]:
+    """The sets that are controls."""
+    return [summary for summary in report.sets if summary.role == "control"]
+
+
+def test_of(report: Report, comparison: Comparison) -> RatioTest | None:
+    """The test that a comparison is part of."""
+    for test in report.tests:
+        if (test.benchmark, test.ratio, test.mode) == (
+            comparison.benchmark,
+            comparison.ratio,
+            comparison.mode,
+        ):
+            return test
+    return None
+
+
+def has_chat(report: Report) -> bool:
+    """Whether the chat template was probed too, so that rows have to say which of the two they mean."""
+    return any(cut.mode == "chat" for summary in report.sets for cut in summary.cuts)
+
+
+def summary_sentence(report: Report) -> str:
+    """The run in a sentence: strong evidence for these, none at this power for those."""
+    groups: dict[Level, list[str]] = {}
+    for verdict in report.verdicts:
+        groups.setdefault(verdict.level, []).append(verdict.benchmark)
+    words: dict[Level, str] = {
+        "strong": "strong evidence that items of {} were seen",
+        "some": "some evidence that items of {} were seen",
+        "none": "no evidence at this power for {}",
+        "untested": "not tested: {}",
+    }
+    parts = [words[level].format(_listed(groups[level])) for level in words if level in groups]
+    text = "; ".join(parts) or "no benchmark was audited"
+    return text[0].upper() + text[1:] + "."
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
