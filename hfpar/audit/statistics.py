@@ -30,7 +30,7 @@ _Z = float(stats.norm.ppf(0.975))
 _MOST_RESAMPLES = 2000
 _MOST_DRAWS = 40_000_000
 _MOST_FOR_BCA = 1000
-_EDGES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+_EDGES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 
 
 def share(hits: int, total: int) -> Estimate:
@@ -82,7 +82,7 @@ def stratify(
 
     A model that knows nothing completes a tail of n words with a chance that falls about exponentially with n, so that
     nearly all of its lucky ones are among the shortest tails. The bins are therefore finer there: their edges are
-    1/32, 1/16, 1/8, 1/4, 1/2 and 3/4 quantiles of the benchmark's lengths. A bin with fewer than `least` items of
+    1/32, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2 and 3/4 quantiles of the benchmark's lengths. A bin with fewer than `least` items of
     either group is merged with the next longer one, and the last one with the one before it.
 
     Args:

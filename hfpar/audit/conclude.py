@@ -1,0 +1,346 @@
+"""From items to verdicts: comparisons with controls, tests, and what they say in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hfpar.audit.perturb import find_sites
+from hfpar.audit.power import smallest_detectable_share
+from hfpar.audit.results import (
+    Comparison,
+    Estimate,
+    ItemResult,
+    Level,
+    Mode,
+    RatioTest,
+    Stratum,
+    Verdict,
+)
+from hfpar.audit.statistics import MIN_CONTROL_ITEMS, exact_excess, holm, newcombe, share, stratify
+from hfpar.audit.summarize import SetInfo, cut_at, cuts_of, is_hit
+
+OTHERS = "others"
+"""Several controls together that are too small alone."""
+STRONG_P_VALUE = 0.001
+STRONG_ITEMS = 3
+_HALF = 0.5
+_HEADLINES: Mapping[Level, str] = {
+    "strong": "Strong evidence",
+    "some": "Some evidence",
+    "none": "No evidence at this power",
+    "untested": "Not tested",
+}
+
+
+@dataclass(frozen=True)
+class _Tail:
+    words: int
+    hit: bool
+    holds_numbers: bool
+
+
+class _Tails:
+    """Probed tails of all sets; where each text can change is looked up once."""
+
+    def __init__(self, items: Mapping[str, Sequence[ItemResult]]) -> None:
+        self.items = items
+        self.last_change = {
+            (name, item.item_id): max((site.end for site in find_sites(item.text)), default=0)
+            for name, found in items.items()
+            for item in found
+        }
+
+    def of(self, name: str, ratio: float, mode: Mode) -> list[_Tail]:
+        """Of one set; skipped ones left out."""
+        tails = []
+        for item in self.items[name]:
+            cut = cut_at(item, ratio, mode)
+            if cut is not None and cut.skipped is None:
+                changes = self.last_change[name, item.item_id] > cut.cut
+                tails.append(_Tail(cut.tail_words, is_hit(cut), changes))
+        return tails
+
+
+def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) -> list[Comparison]:
+    """Every benchmark beside its controls, at every ratio and mode.
+
+    A tail that holds a number, a name or a variable is only compared with tails that do, and one that holds none with
+    such: a guess must get the former right, and perturbed copies always have one. Within these, tails are compared with
+    others of about the same length.
+
+    A control stands alone if at least 200 of its tails have counterparts; the others are taken together as `others`. A
+    comparison with fewer than 200 has no p-value, and says so.
+
+    Args:
+        sets: Benchmarks and controls.
+        items: By a set's name.
+    """
+    tails = _Tails(items)
+    comparisons = []
+    for benchmark in (info for info in sets if info.role == "benchmark"):
+        controls = [info.name for info in sets if info.role == "control" and benchmark.name in info.applies_to]
+        for ratio, mode in cuts_of(items[benchmark.name]):
+            ours = tails.of(benchmark.name, ratio, mode)
+            theirs = {name: tails.of(name, ratio, mode) for name in controls}
+            made = {name: _compare(benchmark.name, name, ratio, mode, ours, found) for name, found in theirs.items()}
+            small = [name for name, comparison in made.items() if comparison.p_value is None]
+            if len(small) > 1:
+                pooled = [tail for name in small for tail in theirs[name]]
+                together = _compare(benchmark.name, OTHERS, ratio, mode, ours, pooled)
+                made[OTHERS] = _with_note(together, f"{', '.join(small)} together")
+            comparisons += list(made.values())
+    return comparisons
+
+
+def _with_note(comparison: Comparison, note: str) -> Comparison:
+    notes = [note] if comparison.note is None else [note, comparison.note]
+    return Comparison(**{**vars(comparison), "note": "; ".join(notes)})
+
+
+def _compare(
+    benchmark: str, control: str, ratio: float, mode: Mode, ours: Sequence[_Tail], theirs: Sequence[_Tail]
+) -> Comparison:
+    strata: list[Stratum] = []
+    num_unmatched = 0
+    for holds in (True, False):
+        mine = [tail for tail in ours if tail.holds_numbers is holds]
+        others = [tail for tail in theirs if tail.holds_numbers is holds]
+        found, unmatched = stratify(
+            [tail.words for tail in mine],
+            [tail.hit for tail in mine],
+            [tail.words for tail in others],
+            [tail.hit for tail in others],
+            holds_numbers=holds,
+        )
+        strata += found
+        num_unmatched += unmatched
+    num_controls = sum(stratum.control_total for stratum in strata)
+    difference = low = high = p_value = note = None
+    if strata:
+        difference, low, high = newcombe(strata)
+    if num_controls >= MIN_CONTROL_ITEMS:
+        p_value = exact_excess(strata)
+        if num_unmatched > _HALF * len(ours):
+            note = f"{num_unmatched} of {len(ours)} tails have no counterpart in the control"
+    else:
+        note = (
+            f"no power: {num_controls} tails of the control have counterparts, and fewer than {MIN_CONTROL_ITEMS} "
+            "test nothing"
+        )
+    return Comparison(
+        benchmark=benchmark,
+        control=control,
+        ratio=ratio,
+        mode=mode,
+        rate=share(sum(stratum.hits for stratum in strata), sum(stratum.total for stratum in strata)),
+        control_rate=_reweighted(strata),
+        difference=difference,
+        low=low,
+        high=high,
+        p_value=p_value,
+        strata=strata,
+        num_unmatched=num_unmatched,
+        note=note,
+    )
+
+
+def _reweighted(strata: Sequence[Stratum]) -> Estimate:
+    """The control's rate, had it as many tails of each length as the benchmark."""
+    hits = sum(stratum.control_hits for stratum in strata)
+    estimate = share(hits, sum(stratum.control_total for stratum in strata))
+    total = sum(stratum.total for stratum in strata)
+    if not total:
+        return estimate
+    value = sum(stratum.total * stratum.control_hits / stratum.control_total for stratum in strata) / total
+    return Estimate(value, estimate.low, estimate.high, estimate.total, hits)
+
+
+# Tests
+
+
+def test_ratios(comparisons: Sequence[Comparison], alpha: float = 0.05) -> list[RatioTest]:
+    """One test for every benchmark, ratio and mode, with Holm's adjustment over all of them.
+
+    The excess must hold over every control, so the largest p-value counts (an intersection-union test, which needs no
+    adjustment for their number). A control that leaves more than half of the benchmark's tails without a counterpart is
+    only heard where no other has power.
+    """
+    groups: dict[tuple[str, float, Mode], list[Comparison]] = {}
+    for comparison in comparisons:
+        groups.setdefault((comparison.benchmark, comparison.ratio, comparison.mode), []).append(comparison)
+    deciding = {key: _deciding(found) for key, found in groups.items()}
+    worst = {
+        key: max(found, key=lambda comparison: comparison.p_value or 0.0) if found else None
+        for key, found in deciding.items()
+    }
+    p_values = [found.p_value if found else None for found in worst.values()]
+    adjusted = holm(p_values)
+    num_tests = sum(value is not None for value in p_values)
+    tests = []
+    for (key, found), p_holm in zip(worst.items(), adjusted, strict=True):
+        shares = [smallest_detectable_share(one.strata, alpha / max(1, num_tests)) for one in deciding[key]]
+        known = [one for one in shares if one is not None]
+        tests.append(
+            RatioTest(
+                benchmark=key[0],
+                ratio=key[1],
+                mode=key[2],
+                p_value=found.p_value if found else None,
+                p_holm=p_holm,
+                deciding_control=found.control if found else None,
+                smallest_detectable_share=max(known) if known and len(known) == len(shares) else None,
+            )
+        )
+    return tests
+
+
+test_ratios.__test__ = False  # type: ignore[attr-defined]  # it's no test of pytest's
+
+
+def _deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    tested = [one for one in comparisons if one.p_value is not None]
+    wide = [one for one in tested if one.rate.total >= one.num_unmatched]
+    return wide or tested
+
+
+# Verdicts
+
+
+def conclude(
+    sets: Sequence[SetInfo],
+    items: Mapping[str, Sequence[ItemResult]],
+    comparisons: Sequence[Comparison],
+    tests: Sequence[RatioTest],
+    alpha: float = 0.05,
+) -> list[Verdict]:
+    """A verdict for every benchmark, in words."""
+    return [
+        _verdict(
+            info.name,
+            items[info.name],
+            [one for one in comparisons if one.benchmark == info.name],
+            [one for one in tests if one.benchmark == info.name],
+            alpha,
+        )
+        for info in sets
+        if info.role == "benchmark"
+    ]
+
+
+def _verdict(
+    name: str,
+    items: Sequence[ItemResult],
+    comparisons: Sequence[Comparison],
+    tests: Sequence[RatioTest],
+    alpha: float,
+) -> Verdict:
+    grades = [item.grade for item in items]
+    num_evidence = grades.count("A") + grades.count("B")
+    tested = [one for one in tests if one.p_holm is not None]
+    best = min(tested, key=lambda one: (one.p_holm or 0.0, one.p_value or 0.0)) if tested else None
+    level: Level = "untested"
+    if best is not None and best.p_holm is not None:
+        level = "some" if best.p_holm <= alpha else "none"
+        if best.p_holm <= STRONG_P_VALUE and num_evidence >= STRONG_ITEMS:
+            level = "strong"
+    shares = [one.smallest_detectable_share for one in tested if one.smallest_detectable_share is not None]
+    smallest = min(shares) if shares else None
+    sentences = []
+    if best is not None:
+        sentences.append(_figures(_of(best, comparisons), best))
+    else:
+        sentences.append(_untested(items, comparisons))
+    sentences.append(_evidence(grades))
+    if level == "none":
+        sentences.append(_power(smallest))
+    return Verdict(
+        benchmark=name,
+        level=level,
+        headline=_HEADLINES[level],
+        text=" ".join(sentence for sentence in sentences if sentence),
+        p_holm=best.p_holm if best else None,
+        smallest_detectable_share=smallest,
+    )
+
+
+def _of(test: RatioTest, comparisons: Sequence[Comparison]) -> Comparison:
+    return next(
+        one
+        for one in comparisons
+        if (one.ratio, one.mode, one.control) == (test.ratio, test.mode, test.deciding_control)
+    )
+
+
+def _figures(found: Comparison, test: RatioTest) -> str:
+    rate, control = found.rate, found.control_rate
+    assert rate.value is not None and control.value is not None and found.difference is not None
+    assert found.low is not None and found.high is not None and test.p_holm is not None
+    template = ", given in the chat template," if found.mode == "chat" else ""
+    weight = ", reweighted to the same lengths" if _is_reweighted(control) else ""
+    word = "an excess of" if found.difference >= 0 else "a difference of"
+    return (
+        f"{rate.hits} of {rate.total} tails ({percent(rate.value)}) were completed word for word from "
+        f"{found.ratio:.0%} of the problem{template} against {control.hits} of {control.total} "
+        f"({percent(control.value)}{weight}) in {_control_words(found)}: {word} "
+        f"{100 * found.difference:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f}), "
+        f"p = {format_p(test.p_holm)} after Holm."
+    ).replace("%", " %")
+
+
+def _is_reweighted(control: Estimate) -> bool:
+    plain = (control.hits or 0) / control.total if control.total else 0.0
+    return percent(plain) != percent(control.value or 0.0)
+
+
+def _control_words(found: Comparison) -> str:
+    if found.control.endswith("-perturbed"):
+        return "perturbed copies with tails of about the same length"
+    if found.control == OTHERS:
+        return "the smaller controls together with tails of about the same length"
+    return f"{found.control} with tails of about the same length"
+
+
+def _evidence(grades: Sequence[str | None]) -> str:
+    counts = [(grades.count(name), name) for name in ("A", "B")]
+    parts = [f"{count} {'item has' if count == 1 else 'items have'} grade {name} evidence" for count, name in counts]
+    return (", ".join(part for part, (count, _) in zip(parts, counts, strict=True) if count) + ".") if any(
+        count for count, _ in counts
+    ) else "No item has grade A or B evidence."
+
+
+def _power(smallest: float | None) -> str:
+    if smallest is None:
+        return "A run like this finds nothing, whatever share was seen: it needs more items and controls."
+    return (
+        f"A run like this finds a benchmark of which {percent(smallest)} or more is completed from memory 4 times in "
+        "5; less than that, or exposure without word-for-word memory, it can't see."
+    ).replace("%", " %")
+
+
+def _untested(items: Sequence[ItemResult], comparisons: Sequence[Comparison]) -> str:
+    hits = {(ratio, mode): [cut_at(item, ratio, mode) for item in items] for ratio, mode in cuts_of(items)}
+    found = [
+        f"{sum(is_hit(cut) for cut in cuts if cut)} of {sum(cut.skipped is None for cut in cuts if cut)} from {ratio:.0%}"
+        for (ratio, _), cuts in hits.items()
+    ]
+    why = (
+        f"none of its controls has {MIN_CONTROL_ITEMS} tails that match the benchmark's"
+        if comparisons
+        else "there is no control to compare with"
+    )
+    figures = f" Tails completed word for word: {', '.join(found)} of the problem." if found else ""
+    return f"Not tested, because {why}.{figures}".replace("%", " %")
+
+
+def percent(value: float) -> str:
+    """With one digit behind the point, or two below 1 %."""
+    return f"{100 * value:.2f}%" if 0 < 100 * value < 0.995 else f"{100 * value:.1f}%"
+
+
+def format_p(value: float) -> str:
+    """Short, and never 0."""
+    if value >= 0.001:
+        return f"{value:.2g}"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
