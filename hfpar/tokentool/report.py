@@ -261,8 +261,8 @@ def _legend(findings: Findings) -> list[Text]:
         + (
             ""
             if findings.comparison
-            else " robust z: the same of the norm's logarithm, by the median and the median deviation; beyond +-5 a row "
-            "counts as never trained."
+            else " robust z: the same of the norm's logarithm, by the median and the median deviation; beyond +-5 a "
+            "row counts as never trained."
         ),
     ]
     if (

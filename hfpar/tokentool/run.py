@@ -66,10 +66,6 @@ def run_tokens(request: Request, *, as_json: bool, plot: Path | None) -> int:
     """
     shows_neighbors = as_json or request.other is None  # they have no room in the table of two models
     findings = find(request if shows_neighbors else replace(request, num_neighbors=0))
-    if plot is not None:
-        from hfpar.tokentool.plot import plot_norms
-
-        plot_norms(findings, plot)
     if as_json:
         from hfpar.tokentool.json_report import to_json
 
@@ -78,6 +74,10 @@ def run_tokens(request: Request, *, as_json: bool, plot: Path | None) -> int:
         from hfpar.tokentool.report import print_report
 
         print_report(findings)
+    if plot is not None:
+        from hfpar.tokentool.plot import plot_norms
+
+        plot_norms(findings, plot)
     return 0
 
 
