@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfpar.audit.perturb import find_sites
 from hfpar.audit.power import smallest_detectable_share
@@ -79,11 +79,16 @@ def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) 
     tails = _Tails(items)
     comparisons = []
     for benchmark in (info for info in sets if info.role == "benchmark"):
-        controls = [info.name for info in sets if info.role == "control" and benchmark.name in info.applies_to]
+        controls = [
+            info.name for info in sets if info.role == "control" and benchmark.name in info.applies_to
+        ]
         for ratio, mode in cuts_of(items[benchmark.name]):
             ours = tails.of(benchmark.name, ratio, mode)
             theirs = {name: tails.of(name, ratio, mode) for name in controls}
-            made = {name: _compare(benchmark.name, name, ratio, mode, ours, found) for name, found in theirs.items()}
+            made = {
+                name: _compare(benchmark.name, name, ratio, mode, ours, found)
+                for name, found in theirs.items()
+            }
             small = [name for name, comparison in made.items() if comparison.p_value is None]
             if len(small) > 1:
                 pooled = [tail for name in small for tail in theirs[name]]
@@ -95,7 +100,7 @@ def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) 
 
 def _with_note(comparison: Comparison, note: str) -> Comparison:
     notes = [note] if comparison.note is None else [note, comparison.note]
-    return Comparison(**{**vars(comparison), "note": "; ".join(notes)})
+    return replace(comparison, note="; ".join(notes))
 
 
 def _compare(
@@ -195,9 +200,6 @@ def test_ratios(comparisons: Sequence[Comparison], alpha: float = 0.05) -> list[
     return tests
 
 
-test_ratios.__test__ = False  # type: ignore[attr-defined]  # it's no test of pytest's
-
-
 def _deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
     tested = [one for one in comparisons if one.p_value is not None]
     wide = [one for one in tested if one.rate.total >= one.num_unmatched]
@@ -281,11 +283,11 @@ def _figures(found: Comparison, test: RatioTest) -> str:
     word = "an excess of" if found.difference >= 0 else "a difference of"
     return (
         f"{rate.hits} of {rate.total} tails ({percent(rate.value)}) were completed word for word from "
-        f"{found.ratio:.0%} of the problem{template} against {control.hits} of {control.total} "
-        f"({percent(control.value)}{weight}) in {_control_words(found)}: {word} "
+        f"{100 * found.ratio:.0f} % of the problem{template} against {control.hits} of {control.total} "
+        f"({percent(control.value)}{weight}) of {_control_words(found)}: {word} "
         f"{100 * found.difference:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f}), "
         f"p = {format_p(test.p_holm)} after Holm."
-    ).replace("%", " %")
+    )
 
 
 def _is_reweighted(control: Estimate) -> bool:
@@ -297,16 +299,18 @@ def _control_words(found: Comparison) -> str:
     if found.control.endswith("-perturbed"):
         return "perturbed copies with tails of about the same length"
     if found.control == OTHERS:
-        return "the smaller controls together with tails of about the same length"
-    return f"{found.control} with tails of about the same length"
+        return "the smaller controls together, with tails of about the same length"
+    return f"{found.control}, with tails of about the same length"
 
 
 def _evidence(grades: Sequence[str | None]) -> str:
     counts = [(grades.count(name), name) for name in ("A", "B")]
-    parts = [f"{count} {'item has' if count == 1 else 'items have'} grade {name} evidence" for count, name in counts]
-    return (", ".join(part for part, (count, _) in zip(parts, counts, strict=True) if count) + ".") if any(
-        count for count, _ in counts
-    ) else "No item has grade A or B evidence."
+    parts = [
+        f"{count} {'item has' if count == 1 else 'items have'} grade {name} evidence"
+        for count, name in counts
+    ]
+    found = [part for part, (count, _) in zip(parts, counts, strict=True) if count]
+    return f"{', '.join(found)}." if found else "No item has grade A or B evidence."
 
 
 def _power(smallest: float | None) -> str:
@@ -315,27 +319,26 @@ def _power(smallest: float | None) -> str:
     return (
         f"A run like this finds a benchmark of which {percent(smallest)} or more is completed from memory 4 times in "
         "5; less than that, or exposure without word-for-word memory, it can't see."
-    ).replace("%", " %")
+    )
 
 
 def _untested(items: Sequence[ItemResult], comparisons: Sequence[Comparison]) -> str:
-    hits = {(ratio, mode): [cut_at(item, ratio, mode) for item in items] for ratio, mode in cuts_of(items)}
-    found = [
-        f"{sum(is_hit(cut) for cut in cuts if cut)} of {sum(cut.skipped is None for cut in cuts if cut)} from {ratio:.0%}"
-        for (ratio, _), cuts in hits.items()
-    ]
+    found = []
+    for ratio, mode in cuts_of(items):
+        cuts = [cut for item in items if (cut := cut_at(item, ratio, mode)) and cut.skipped is None]
+        found.append(f"{sum(map(is_hit, cuts))} of {len(cuts)} from {100 * ratio:.0f} %")
     why = (
         f"none of its controls has {MIN_CONTROL_ITEMS} tails that match the benchmark's"
         if comparisons
         else "there is no control to compare with"
     )
     figures = f" Tails completed word for word: {', '.join(found)} of the problem." if found else ""
-    return f"Not tested, because {why}.{figures}".replace("%", " %")
+    return f"Not tested, because {why}.{figures}"
 
 
 def percent(value: float) -> str:
     """With one digit behind the point, or two below 1 %."""
-    return f"{100 * value:.2f}%" if 0 < 100 * value < 0.995 else f"{100 * value:.1f}%"
+    return f"{100 * value:.2f} %" if 0 < 100 * value < 0.995 else f"{100 * value:.1f} %"
 
 
 def format_p(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from hfpar.data.benchmarks import Benchmark, BenchmarkItem
 RANDOM_CALCULATION = "random_calculation"
 """Name of the control that `random_calculation` makes."""
 _MOST_STEPS = 20
+_MOST_COPIES = 4
 _EARLY = 0.4
 """A copy that differs only in this first part of its text has no tail of its own."""
-_INSTRUCTION = "Work out the exact value of the following expression, and give it as a fraction in lowest terms:"
+_INSTRUCTION = (
+    "Work out the exact value of the following expression, and give it as a fraction in lowest terms:"
+)
 _SIGNS = {"+": "+", "-": "-", "*": r"\times", "/": r"\div"}
 
 
@@ -31,34 +35,28 @@ def perturbed_copies(benchmark: Benchmark, num_items: int | None, seed: int) -> 
 
     Args:
         benchmark: What to copy.
-        num_items: The most copies, of items chosen at random; None: of all.
+        num_items: The most copies, of items chosen at random; up to four of each where the benchmark is smaller. None:
+            one of each.
         seed: Of the choice and of the changes. An item's copy is the same whichever others are chosen.
 
     Returns:
         Copies in the benchmark's order, without answers (nobody has worked them out); `pair_id` is the original's id.
-        Items of which nothing behind the first 40 % could change are left out, and copies that another item of the
-        benchmark equals.
+        Items of which nothing behind the first 40 % could change are left out, and copies that an item of the
+        benchmark or another copy equals.
     """
     known = {normalize(item.question) for item in benchmark.items}
     order = list(range(len(benchmark.items)))
     random.Random(f"{seed}:{benchmark.name}").shuffle(order)
-    copies: dict[int, BenchmarkItem] = {}
-    for number in order:
-        if num_items is not None and len(copies) >= num_items:
+    wanted = len(order) if num_items is None else num_items
+    copies: dict[tuple[int, int], BenchmarkItem] = {}
+    for turn, number in itertools.product(range(1 if num_items is None else _MOST_COPIES), order):
+        if len(copies) >= wanted:
             break
-        item = benchmark.items[number]
-        changed = perturb(item.question, random.Random(f"{seed}:{benchmark.name}:{item.item_id}"))
-        late = any(end > _EARLY * len(item.question) for _, end in changed.spans)
-        if late and normalize(changed.text) not in known:
-            copies[number] = BenchmarkItem(
-                item_id=f"{item.item_id}-perturbed",
-                place=f"{item.place}, perturbed",
-                question=changed.text,
-                answer=None,
-                solution=None,
-                pair_id=item.item_id,
-            )
-    items = tuple(copies[number] for number in sorted(copies))
+        copy = _copy(benchmark.name, benchmark.items[number], turn, seed)
+        if copy is not None and normalize(copy.question) not in known:
+            known.add(normalize(copy.question))
+            copies[number, turn] = copy
+    items = tuple(copies[key] for key in sorted(copies))
     return Benchmark(
         name=perturbed_name(benchmark.name),
         items=items,
@@ -66,6 +64,23 @@ def perturbed_copies(benchmark: Benchmark, num_items: int | None, seed: int) -> 
         source=f"{benchmark.source}, perturbed by hfpar, seed {seed}",
         sha256=_digest(item.question for item in items),
         num_duplicates=0,
+    )
+
+
+def _copy(benchmark: str, item: BenchmarkItem, turn: int, seed: int) -> BenchmarkItem | None:
+    number = "" if turn == 0 else str(turn + 1)
+    changed = perturb(
+        item.question, random.Random(f"{seed}:{benchmark}:{item.item_id}{number and f':{number}'}")
+    )
+    if not any(end > _EARLY * len(item.question) for _, end in changed.spans):
+        return None
+    return BenchmarkItem(
+        item_id=f"{item.item_id}-perturbed{number}",
+        place=f"{item.place}, perturbed",
+        question=changed.text,
+        answer=None,
+        solution=None,
+        pair_id=item.item_id,
     )
 
 

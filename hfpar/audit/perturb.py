@@ -16,7 +16,9 @@ from decimal import Decimal
 from hfpar.audit.letters import find_letters, new_letters
 from hfpar.audit.names import EITHER, FEMALE, MALE, NO_NAMES
 
-_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
+_UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
+)
 _UNITS += "sixteen seventeen eighteen nineteen".split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _FRACTIONS = {"third": "fourth", "fourth": "fifth", "quarter": "third", "fifth": "fourth", "sixth": "fifth"}
@@ -48,21 +50,27 @@ _COMPOUND = re.compile(
     re.IGNORECASE,
 )
 _SHARES = re.compile(
-    r"(?<!first )(?<!other )(?<!second )(?<!and a )(?<!a )(?<!in )\b(?P<half>half)(?= (?:of|as|the|that|what|his|her|their)\b)"
+    r"(?<!first )(?<!other )(?<!second )(?<!and a )(?<!a )(?<!in )"
+    r"\b(?P<half>half)(?= (?:of|as|the|that|what|his|her|their)\b)"
     r"|\b(?P<twice>twice)(?= (?:as|the|that|what|a|his|her|its|their|this)\b)"
     r"|\b(?P<one>one)(?P<dash>[- ])(?P<part>" + "|".join(_FRACTIONS) + r")\b"
     r"|\ba (?P<of>third|quarter)(?= (?:of|as|the)\b)"
     r"|\b(?:two|three|four|five)[- ](?:thirds|fourths|quarters|fifths|sixths)\b",
     re.IGNORECASE,
 )
+_WORD = re.compile(r"[A-Za-z]+")
+_BEGINNINGS = frozenset((*_UNITS[1:], *_TENS, "half", "twice", "a"))
 _CAPITALISED = re.compile(r"\b[A-Z][a-z]{1,11}\b")
-_VERB = re.compile(r"(?:'s|’s)\b| (?:has|had|is|was|wants|buys|bought|can|will|went|gets|got|made|makes|needs|gave)\b")
+_VERB = re.compile(
+    r"(?:'s|’s)\b| (?:has|had|is|was|wants|buys|bought|can|will|went|gets|got|made|makes|needs|gave)\b"
+)
 _OPENERS = frozenset(
     "If When While After Since How Does Did Do Is Was And But Then So Before Because Both Although As For With Today "
     "Yesterday Later Suppose Assume Assuming Calculate Find Let Now Once Although Though However What At In On By From "
     "Of To That Can Could Will Would Has Her His Their Every Each Another Only Or Until Unless Where".split()
 )
 _SENTENCE_END = re.compile(r"(?:^|[.?!:\"“”\n]\s*|[.?!]['’\"”]\s+)$")
+_KNOWN = frozenset((*FEMALE, *MALE, *EITHER))
 _LATE = 0.6
 """Where nothing behind this part of a text can change, its variables do."""
 
@@ -155,10 +163,14 @@ def _candidates(text: str) -> Iterator[Site]:
             group = match.lastindex or 0
             if Decimal(_plain(match[group])) not in (0, 1):
                 yield Site(*match.span(group), "number", match[group])
-    for match in _SHARES.finditer(text):
-        yield Site(*match.span(), "share", match[0].lower())
-    for match in _COMPOUND.finditer(text):
-        yield Site(*match.span(), "word", str(_word_value(match)))
+    # Tried at words they can begin with: several times faster than searching for them.
+    words = [match.start() for match in _WORD.finditer(text) if match[0].lower() in _BEGINNINGS]
+    for start in words:
+        if share := _SHARES.match(text, start):
+            yield Site(*share.span(), "share", share[0].lower())
+    for start in words:
+        if word := _COMPOUND.match(text, start):
+            yield Site(*word.span(), "word", str(_word_value(word)))
     for match in _names(text):
         yield Site(*match.span(), "name", match[0])
 
@@ -172,13 +184,16 @@ def _runs(text: str) -> Iterator[re.Match[str]]:
 
 
 def _names(text: str) -> list[re.Match[str]]:
-    known = {*FEMALE, *MALE, *EITHER}
     words = [match for match in _CAPITALISED.finditer(text) if match[0] not in NO_NAMES]
     alone = [match for match in words if not _beside_capital(text, match)]
-    inside = [match for match in alone if not _SENTENCE_END.search(text[max(0, match.start() - 4) : match.start()])]
-    names = {match[0] for match in alone if match[0] in known}
+    inside = [
+        match for match in alone if not _SENTENCE_END.search(text[max(0, match.start() - 4) : match.start()])
+    ]
+    names = {match[0] for match in alone if match[0] in _KNOWN}
     # A word that no list has is a name if it stands within a sentence as a person's would.
-    names |= {match[0] for match in inside if len(match[0]) > 2 and _VERB.match(text[match.end() : match.end() + 9])}
+    names |= {
+        match[0] for match in inside if len(match[0]) > 2 and _VERB.match(text[match.end() : match.end() + 9])
+    }
     return [match for match in alone if match[0] in names]
 
 
@@ -250,7 +265,11 @@ def _choices(digits: str) -> list[Decimal]:
         return [Decimal(f"{part}.{decimals}") for part in _near(whole)]
     if len(whole) == 4 and 1900 <= int(whole) <= 2099 and int(whole) % 100:
         year = int(whole)
-        return [Decimal(near) for near in range(year - 9, year + 10) if near // 100 == year // 100 and near != year]
+        return [
+            Decimal(near)
+            for near in range(year - 9, year + 10)
+            if near // 100 == year // 100 and near != year
+        ]
     return [Decimal(part) for part in _near(whole)]
 
 

@@ -53,8 +53,8 @@ def mean(values: Sequence[float], seed: int = 0) -> Estimate:
     value = float(found.mean())
     if np.ptp(found) <= 1e-12 * max(abs(value), 1e-300):
         # One value says nothing of its spread; that of many equal ones is none.
-        ends = (value, value) if len(found) > 1 else (None, None)
-        return Estimate(value, *ends, total=len(found), method="bootstrap")
+        end = value if len(found) > 1 else None
+        return Estimate(value, end, end, total=len(found), method="bootstrap")
     interval = stats.bootstrap(
         (found,),
         np.mean,
@@ -82,8 +82,8 @@ def stratify(
 
     A model that knows nothing completes a tail of n words with a chance that falls about exponentially with n, so that
     nearly all of its lucky ones are among the shortest tails. The bins are therefore finer there: their edges are
-    1/32, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2 and 3/4 quantiles of the benchmark's lengths. A bin with fewer than `least` items of
-    either group is merged with the next longer one, and the last one with the one before it.
+    1/32, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2 and 3/4 quantiles of the benchmark's lengths. A bin with fewer than
+    `least` items of either group is merged with the next longer one, and the last one with the one before it.
 
     Args:
         lengths: Of the benchmark's tails, in words.

@@ -94,10 +94,13 @@ def summarize_set(info: SetInfo, items: Sequence[ItemResult], seed: int = 0) -> 
         cuts=[_summarize_cut(items, ratio, mode, seed) for ratio, mode in cuts_of(items)],
         longest_run=mean(runs, seed),
         longest_run_quantiles={
-            str(part): float(np.quantile(runs, part, method="inverted_cdf")) if runs else 0.0 for part in (0.5, 0.95, 1)
+            str(part): float(np.quantile(runs, part, method="inverted_cdf")) if runs else 0.0
+            for part in (0.5, 0.95, 1)
         },
         loss=mean(losses, seed),
-        own_answer=share(sum(bool(item.own_answer_right) for item in answered), len(answered)) if answered else None,
+        own_answer=share(sum(bool(item.own_answer_right) for item in answered), len(answered))
+        if answered
+        else None,
         grades={name: grades[name] for name in ("A", "B", "C")},
     )
 

@@ -245,7 +245,14 @@ def test_strata_need_some_of_both_groups():
     assert stratify([9, 10], [True, True], [], []) == ([], 2)
     assert stratify([9] * 20, [True] * 20, [50] * 20, [True] * 20) == ([], 20)
     (only,), unmatched = stratify([9] * 20, [True] * 20, [9] * 30, [False] * 30)
-    assert (only.low, only.high, only.hits, only.total, only.control_total, unmatched) == (9, 9, 20, 20, 30, 0)
+    assert (only.low, only.high, only.hits, only.total, only.control_total, unmatched) == (
+        9,
+        9,
+        20,
+        20,
+        30,
+        0,
+    )
 
 
 def test_short_tails_that_any_model_completes_are_no_excess():
@@ -284,7 +291,9 @@ def test_auc_is_the_share_of_pairs_and_delongs_variance_its_formula():
     assert value == pytest.approx(above.mean())
     assert value == pytest.approx(stats.mannwhitneyu(ours, theirs).statistic / 1200)
     variance = above.mean(1).var(ddof=1) / 40 + above.mean(0).var(ddof=1) / 30
-    assert (low, high) == pytest.approx((value - 1.959964 * variance**0.5, value + 1.959964 * variance**0.5), abs=1e-6)
+    assert (low, high) == pytest.approx(
+        (value - 1.959964 * variance**0.5, value + 1.959964 * variance**0.5), abs=1e-6
+    )
     draws = []
     for _ in range(600):
         draws.append(above[rng.integers(0, 40, 40)][:, rng.integers(0, 30, 30)].mean())
@@ -378,7 +387,9 @@ def test_the_expected_share_is_found_four_times_in_five(rate):
     for _ in range(1000):
         control_hits = int(rng.binomial(300, rate))
         hits = int(rng.binomial(250, smallest + (1 - smallest) * rate))
-        found += stats.fisher_exact([[hits, 250 - hits], [control_hits, 300 - control_hits]], "greater")[1] <= 0.02
+        found += (
+            stats.fisher_exact([[hits, 250 - hits], [control_hits, 300 - control_hits]], "greater")[1] <= 0.02
+        )
     assert 0.76 <= found / 1000 <= 0.85
 
 
