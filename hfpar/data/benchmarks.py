@@ -145,6 +145,8 @@ def load_benchmark(name_or_yaml: str, files: Mapping[str, str]) -> Benchmark:
     given = files.get(spec.name)
     if given:
         spec = replace(spec, source=DataSource(path=given), is_hub=False)
+    if spec.is_hub:
+        _tell_of_errors_alone()
     try:
         data_files = resolve(spec.source)
         sha256 = _fingerprint(data_files)
@@ -207,6 +209,13 @@ def _fingerprint(files: Sequence[DataFile]) -> str:
     if len(files) == 1:
         return files[0].fingerprint()
     return hashlib.sha256("\0".join(file.fingerprint() for file in files).encode()).hexdigest()
+
+
+def _tell_of_errors_alone() -> None:
+    """Without the hub, its library would tell of each of its tries."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    hub_logging.set_verbosity_error()
 
 
 def _rows(files: Sequence[DataFile]) -> Iterator[tuple[Place, dict[str, Any]]]:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from hfpar.config.engine import LaunchDefaults
 from hfpar.config.schema import SFTConfig
+from hfpar.data.reading.sources import data_sources
 from hfpar.datatool.batches import Batches, plan_batches
 from hfpar.datatool.duplicates import Repeats
 from hfpar.datatool.gather import DataFacts, find_files, gather
 from hfpar.errors import ConfigError, HfparError
-from hfpar.train.data import check_fit, data_sources, explain
+from hfpar.train.data import check_fit, explain
 from hfpar.train.model import ModelSource, find_model
 from hfpar.train.progress import RowsBar
 from hfpar.train.quiet import quiet_libraries

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hfpar.data.build import Recipe, make_block, read_examples
+from hfpar.data.build import Recipe, count_overlaps, make_block, read_examples, sift
 from hfpar.data.chat.encode import EncodedRow, encode
 from hfpar.data.reading.formats import recognise
 from hfpar.data.reading.rows import Conversation, Example, Place, Problem, RowError
@@ -88,8 +88,12 @@ def inspect_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase | None, recip
         digests=b"".join(whole for whole, _ in digests),
         prompt_digests=b"".join(prompt for _, prompt in digests),
     )
+    sifted = sift(examples, recipe)
     if tokenizer is not None:
-        _add_tokens(facts, examples, tokenizer, recipe)
+        _add_tokens(facts, sifted.kept, tokenizer, recipe)
+    if recipe.screen is not None and facts.report is not None:
+        count_overlaps(facts.report, sifted, recipe)
+        facts.noted_places += [(recipe.screen.counted_as, place) for place, _ in sifted.found]
     return facts
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from hfpar.config.schema import DataSource, SFTConfig
 from hfpar.data.build import Recipe, map_chunks, useful_processes
+from hfpar.data.overlap.screen import Screen
 from hfpar.data.reading.rows import Place, Problem
 from hfpar.data.reading.sources import DataFile, read_chunks, resolve
 from hfpar.data.store import DataReport
@@ -157,6 +158,7 @@ def gather(
     Raises:
         DataError: a file that can't be read at all.
     """
+    screen = Screen.of(config) if facts.key == "dataset" else None
     for source, found in zip(sources, files, strict=True):
         facts.sources.append(SourceFacts(source))
         num_bytes = sum(file.num_bytes for file in found)
@@ -164,7 +166,7 @@ def gather(
             inspect_chunk,
             read_chunks(found, streaming=config.streaming),
             tokenizer,  # type: ignore[arg-type]
-            Recipe.of(config, source),
+            Recipe.of(config, source, screen).for_data(found, streaming=config.streaming),
             useful_processes(num_bytes, config.dataset_num_proc),
         )
         for chunk, chunk_facts in chunks:

@@ -22,6 +22,8 @@ Look at what training makes of a data set.
 Commands:
   check   read everything: totals, lengths, problems, duplicates, batches and steps
   show    print one row as it is trained on, trained tokens marked
+  decontaminate
+          find rows that hold items of benchmarks, and write the others
 
 `hfpar data COMMAND --help` tells more."""
 
@@ -60,8 +62,28 @@ or output that is no terminal) they stand between \u27e6 and \u27e7.
 
 Exit code: 0 if the row can be used, 1 if it can't, 2 if a setting must be mended."""
 
+_DECONTAMINATE_HELP = """\
+usage: hfpar data decontaminate PATH... --against NAMES [--benchmark_files NAME=PATH ...] [--output FILE.jsonl]
+                                [--list FILE.jsonl] [--min_words N] [--json] [--SETTING VALUE] ...
+
+Find the rows of training data (files, patterns, folders or hub ids) that hold items of benchmarks: word for word, in
+long runs of the same words, or in nearly the same words. Boilerplate that many items or most rows share is no match.
+
+  --against NAMES              math500, gsm8k, gsm8k_train, or YAML files that describe others; several with commas
+  --benchmark_files NAME=PATH  read a benchmark from a file instead of the hub; may name several
+  --output FILE.jsonl          write the rows without a match; those of JSON lines stay byte for byte as they were
+  --list FILE.jsonl            write each match with its score and both texts
+  --min_words N                shortest run of common words that counts; default: 8
+  --json                       print the counts as JSON
+
+Settings of training say what columns mean: --dataset_format, --dataset_columns, --config FILE, --dataset_num_proc and
+so on; --help_settings lists them all.
+
+Exit code: 0, with or without matches; 2 if a setting or a file must be mended."""
+
 _CHECK_FLAGS = {"json": False, "plot": True, "dp_size": True}
 _SHOW_FLAGS = {"index": True, "line": True, "ids": False}
+_DECONTAMINATE_FLAGS = {"against": True, "output": True, "list": True, "min_words": True, "json": False}
 """Flags by name: whether a value follows."""
 
 
@@ -77,7 +99,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `check` or `show`.
+    """Run `check`, `show` or `decontaminate`.
 
     Args:
         argv: the command line after `hfpar data`.
@@ -92,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     if name in ("", "-h", "--help"):
         sys.stdout.write(_HELP + "\n")
         return 0 if name else 2
-    texts = {"check": _CHECK_HELP, "show": _SHOW_HELP}
+    texts = {"check": _CHECK_HELP, "show": _SHOW_HELP, "decontaminate": _DECONTAMINATE_HELP}
     if name not in texts:
         near = did_you_mean(name, list(texts))
         raise ConfigError(f"data: {show(name)}; there are {', '.join(texts)}{near}")
@@ -101,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if "--help_settings" in rest:
         parse_sft_config(["--help"])
-    return _check(rest) if name == "check" else _show(rest)
+    return {"check": _check, "show": _show, "decontaminate": _decontaminate}[name](rest)
 
 
 def _check(argv: list[str]) -> int:
@@ -132,6 +154,32 @@ def _show(argv: list[str]) -> int:
     from hfpar.datatool.show import run_show
 
     return run_show(config, index=index, line=line, ids="ids" in arguments.flags)
+
+
+def _decontaminate(argv: list[str]) -> int:
+    arguments = split_arguments(argv, _DECONTAMINATE_FLAGS)
+    against = arguments.flags.get("against")
+    if against is not None:
+        arguments.settings.append(f"--decontaminate_against={against}")
+    min_words = _whole_number(arguments.flags, "min_words", least=3)
+    given = any(
+        word.partition("=")[0] in ("--decontaminate_against", "--config") for word in arguments.settings
+    )
+    if not given:
+        raise ConfigError("--against: missing; name the benchmarks, such as --against math500,gsm8k")
+    config = read_config(arguments)
+    if config.decontaminate_against is None:
+        raise ConfigError("--against: missing; name the benchmarks, such as --against math500,gsm8k")
+
+    from hfpar.datatool.decontaminate import run_decontaminate
+
+    return run_decontaminate(
+        config,
+        output=arguments.flags.get("output"),
+        list_file=arguments.flags.get("list"),
+        min_words=min_words or 8,
+        as_json="json" in arguments.flags,
+    )
 
 
 def split_arguments(argv: Sequence[str], own_flags: Mapping[str, bool]) -> Arguments:

@@ -14,18 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from hfpar.config.schema import SFTConfig
-from hfpar.data.build import Recipe
+from hfpar.data.build import Recipe, sift
 from hfpar.data.chat.encode import EncodedRow, encode
 from hfpar.data.chat.overflow import EncodedSample
+from hfpar.data.overlap.screen import Screen, describe
 from hfpar.data.reading.chunks import split_lines
 from hfpar.data.reading.formats import recognise, to_example
 from hfpar.data.reading.rows import Example, Place, Problem, RowError
-from hfpar.data.reading.sources import Chunk, read_chunks
+from hfpar.data.reading.sources import Chunk, data_sources, read_chunks
 from hfpar.datatool.facts import NO_LIMIT, is_too_long
 from hfpar.datatool.gather import find_files
 from hfpar.datatool.pieces import Piece, special_token_ids, to_pieces
 from hfpar.errors import ConfigError, HfparError
-from hfpar.train.data import data_sources
 from hfpar.train.model import find_model
 from hfpar.train.quiet import quiet_libraries
 
@@ -103,7 +103,9 @@ def find_row(config: SFTConfig, *, index: int | None, line: int | None) -> Found
         for chunk in read_chunks(found, streaming=config.streaming):
             for place, value in chunk.rows():
                 if num_rows == index or place.number == line:
-                    return FoundRow(num_rows, place, value, _raw(chunk, place), Recipe.of(config, source))
+                    recipe = Recipe.of(config, source, Screen.of(config))
+                    recipe = recipe.for_data(found, streaming=config.streaming)
+                    return FoundRow(num_rows, place, value, _raw(chunk, place), recipe)
                 num_rows, last = num_rows + 1, place.number
     if line is not None:
         raise ConfigError(f"--line: {line}; the data has {chunk.unit}s 1 to {last}")
@@ -148,6 +150,11 @@ def _print_row(
     _print(console, f"{_heading(row)}, format {_format(row)}: {state}", "bold")
     if encoded.counts:
         _print(console, ", ".join(f"{kind}: {count}" for kind, count in encoded.counts.items()))
+    for _, hits in sift([(row.place, example)], row.recipe).found:
+        left_out = row.recipe.screen is not None and row.recipe.screen.action == "drop"
+        _print(
+            console, f"{describe(row.place, hits)}{'; left out of training' if left_out else ''}", "bold red"
+        )
     if is_too_long(encoded):
         whole = _encode(row.place, example, tokenizer, row.recipe, max_length=NO_LIMIT)
         lengths = " + ".join(f"{len(sample.input_ids):,}" for sample in whole.samples) or "?"

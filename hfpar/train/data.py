@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from hfpar.config.schema import DataSource, SFTConfig
+from hfpar.config.schema import SFTConfig
 from hfpar.data.build import Recipe
 from hfpar.data.cache import TokenCache, TokenRequest
 from hfpar.data.loader import StepLoader
 from hfpar.data.overlap.screen import DROPPED, KEPT, Screen
 from hfpar.data.packing import pack
 from hfpar.data.reading.chunks import Chunk
-from hfpar.data.reading.sources import resolve
+from hfpar.data.reading.sources import data_sources, resolve
 from hfpar.data.store import DataReport, Selection, TokenStore
 from hfpar.data.stream import IGNORE_INDEX, Sample, TokenStream, build_stream
 from hfpar.data.streaming import StreamLoader, WindowReader
@@ -100,14 +100,6 @@ def cache_folder(config: SFTConfig) -> Path:
     )
 
 
-def data_sources(dataset: str | Sequence[str | DataSource] | None) -> list[DataSource]:
-    """The entries of `dataset` or `eval_dataset`."""
-    if dataset is None:
-        return []
-    entries = [dataset] if isinstance(dataset, str) else dataset
-    return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
-
-
 def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> list[TokenStore]:
     """The tokens of each entry of `dataset` or `eval_dataset`. All ranks together."""
     sources = data_sources(getattr(config, key))
@@ -151,7 +143,7 @@ def _stores(key: str, config: SFTConfig, cache: TokenCache, layout: Layout) -> l
 def _requests(key: str, config: SFTConfig) -> list[TokenRequest]:
     """What is tokenized for `dataset` or `eval_dataset`; benchmark items are looked for in the first alone."""
     sources = data_sources(getattr(config, key))
-    screen = make_screen(config) if key == "dataset" else None
+    screen = Screen.of(config) if key == "dataset" else None
     try:
         files = [resolve(source) for source in sources]
     except DataError as error:
@@ -160,23 +152,6 @@ def _requests(key: str, config: SFTConfig) -> list[TokenRequest]:
         TokenRequest(found, Recipe.of(config, source, screen), config.bad_rows == "skip")
         for found, source in zip(files, sources, strict=True)
     ]
-
-
-def make_screen(config: SFTConfig) -> Screen | None:
-    """What is looked for in the rows of `dataset`, if anything is.
-
-    Raises:
-        DataError: a benchmark can't be read.
-    """
-    if config.decontaminate_against is None:
-        return None
-    given = config.decontaminate_against
-    names = [given] if isinstance(given, str) else given
-    names = [name.strip() for part in names for name in part.split(",") if name.strip()]
-    try:
-        return Screen.of(names, config.benchmark_files or {}, config.decontaminate)
-    except DataError as error:
-        raise DataError(f"decontaminate_against: {error}") from error
 
 
 def warn_of_overlaps(config: SFTConfig, run_data: RunData, layout: Layout) -> None:

@@ -141,7 +141,8 @@ def test_no_number_may_be_nan_or_infinite(name, number):
         ({"eval_fraction": 1.0}, "eval_fraction: 1.0; must be at least 0 and below 1"),
         (
             {"decontaminate": "drop"},
-            "decontaminate: drop without decontaminate_against; name the benchmarks with it, or leave decontaminate out",
+            "decontaminate: drop without decontaminate_against; name the benchmarks with it, or leave "
+            "decontaminate out",
         ),
         (
             {"benchmark_files": {"gsm8k": "g.jsonl"}},

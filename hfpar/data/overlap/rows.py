@@ -12,7 +12,8 @@ import numpy as np
 from hfpar.config.schema import FormatName
 from hfpar.data.overlap.index import BenchmarkIndex, RowText, Templates
 from hfpar.data.reading.formats import to_example
-from hfpar.data.reading.rows import Conversation, Example, Message, RowError
+from hfpar.data.reading.rows import Conversation, Example, Message, Problem, RowError
+from hfpar.data.reading.sources import DataFile, read_chunks
 
 TEMPLATE_ROWS = 10_000
 """So many rows of a data set, its first, tell what is a template."""
@@ -56,6 +57,29 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)
+
+
+def find_templates(
+    index: BenchmarkIndex,
+    files: Sequence[DataFile],
+    format: FormatName,  # noqa: A002
+    columns: Mapping[str, str] | None,
+    *,
+    streaming: bool = False,
+) -> Templates:
+    """What is a template in these files, by their first rows.
+
+    Raises:
+        DataError: a file can't be read.
+    """
+    counter, left = TemplateCounter(index), TEMPLATE_ROWS
+    for chunk in read_chunks(files, streaming=streaming):
+        rows = [row for _, row in chunk.rows() if not isinstance(row, Problem)][:left]
+        counter.add([text_of_row(row, format, columns) for row in rows])
+        left -= len(rows)
+        if left <= 0:
+            break
+    return counter.templates()
 
 
 class TemplateCounter:

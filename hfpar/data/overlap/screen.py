@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from hfpar.config.schema import FormatName
+from hfpar.config.schema import FormatName, SFTConfig
 from hfpar.data.benchmarks import Benchmark, load_benchmarks
 from hfpar.data.overlap.index import BenchmarkIndex, Hit
-from hfpar.data.overlap.rows import TEMPLATE_ROWS, TemplateCounter, text_of_example, text_of_row
-from hfpar.data.reading.rows import Example, Place, Problem
-from hfpar.data.reading.sources import DataFile, read_chunks
+from hfpar.data.overlap.rows import find_templates, text_of_example
+from hfpar.data.reading.rows import Example, Place
+from hfpar.data.reading.sources import DataFile
+from hfpar.errors import DataError
 
 DROPPED = "benchmark items"
 """What rows that are left out are counted as."""
@@ -39,15 +40,17 @@ class Screen:
     """Of one data set; see `for_data`."""
 
     @classmethod
-    def of(cls, names: Sequence[str], files: Mapping[str, str], action: Literal["warn", "drop"]) -> Screen:
-        """Load the benchmarks.
+    def of(cls, config: SFTConfig) -> Screen | None:
+        """What is looked for in the rows of `dataset`, if anything is.
 
         Raises:
-            DataError: one can't be read or used.
+            DataError: a benchmark can't be read or used.
         """
-        benchmarks = load_benchmarks(names, files)
+        if config.decontaminate_against is None:
+            return None
+        benchmarks = benchmarks_of(config)
         versions = tuple((benchmark.name, benchmark.sha256) for benchmark in benchmarks)
-        return cls(versions, action, benchmarks)
+        return cls(versions, config.decontaminate, benchmarks)
 
     @property
     def counted_as(self) -> str:
@@ -68,15 +71,8 @@ class Screen:
             DataError: a file can't be read.
         """
         index = BenchmarkIndex(self.benchmarks)
-        counter = TemplateCounter(index)
-        left = TEMPLATE_ROWS
-        for chunk in read_chunks(files, streaming=streaming):
-            rows = [row for _, row in chunk.rows() if not isinstance(row, Problem)][:left]
-            counter.add([text_of_row(row, format, columns) for row in rows])
-            left -= len(rows)
-            if left <= 0:
-                break
-        return replace(self, benchmarks=(), index=index.without(counter.templates()))
+        templates = find_templates(index, files, format, columns, streaming=streaming)
+        return replace(self, benchmarks=(), index=index.without(templates))
 
     def sift(self, examples: Sequence[tuple[Place, Example]]) -> SiftedRows:
         """Look at rows; those that hold an item stay only if it is to be told of."""
@@ -86,6 +82,21 @@ class Screen:
         if self.action == "warn":
             return SiftedRows(list(examples), held)
         return SiftedRows([row for row, hits in zip(examples, found, strict=True) if not hits], held)
+
+
+def benchmarks_of(config: SFTConfig) -> tuple[Benchmark, ...]:
+    """The benchmarks of `decontaminate_against`.
+
+    Raises:
+        DataError: one can't be read or used.
+    """
+    given = config.decontaminate_against or []
+    entries = [given] if isinstance(given, str) else given
+    names = [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
+    try:
+        return load_benchmarks(names, config.benchmark_files or {})
+    except DataError as error:
+        raise DataError(f"decontaminate_against: {error}") from error
 
 
 def describe(place: Place, hits: Sequence[Hit]) -> str:

@@ -87,6 +87,14 @@ def _content_digest(file: Any) -> bytes:
     return digest.digest()
 
 
+def data_sources(dataset: str | Sequence[str | DataSource] | None) -> list[DataSource]:
+    """The entries of `dataset` or `eval_dataset`."""
+    if dataset is None:
+        return []
+    entries = [dataset] if isinstance(dataset, str) else dataset
+    return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
 def resolve(source: DataSource) -> list[DataFile]:
     """Find what a source names, without reading it.
 
