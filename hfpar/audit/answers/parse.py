@@ -11,6 +11,7 @@ from hfpar.audit.answers.algebra import Expression, NotComputable
 from hfpar.audit.answers.expressions import ExpressionReader, Unreadable
 from hfpar.audit.answers.latex import (
     MAX_LENGTH,
+    Token,
     clean,
     join_thousands,
     strip_words_wrapper,
@@ -159,13 +160,13 @@ class _AnswerReader(ExpressionReader):
             self.position += 1
 
     def _statement(self) -> Value:
-        start = self.position
+        start, tokens = self.position, self.tokens[:]  # reading cuts some in two
         self.sign, self.has_sign = 1, False
         upper = self._relation()
         if not self.has_sign:
             return upper
         end = self.position
-        self.position, self.sign = start, -1
+        self.position, self.tokens, self.sign = start, tokens, -1
         lower = self._relation()
         if self.position != end:
             raise Unreadable("signs")
