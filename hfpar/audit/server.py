@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from hfpar.audit.server_http import JsonClient, RefusedError, ServerError
-from hfpar.audit.server_probe import ServerToken, SpellingError, scored_text
+from hfpar.audit.server_probe import ServerToken, SpellingError, parse_tokens, scored_text
 from hfpar.errors import ConfigError
 
 _Item = TypeVar("_Item")
@@ -190,20 +190,32 @@ class CompletionServer:
 
     # Requests
 
-    def _score(self, text: str, retries: int | None = None) -> list[ServerToken] | TooLong:
+    def _score(self, text: str) -> list[ServerToken] | TooLong:
+        scored = self._score_counted(text, None)
+        return scored if isinstance(scored, TooLong) else scored[0]
+
+    def _score_counted(
+        self, text: str, retries: int | None
+    ) -> tuple[list[ServerToken], int | None] | TooLong:
+        """A text's tokens, and how many the server counted before it wrote, where it says so."""
         body = {**_GREEDY, **self._extras, "max_tokens": 1, "echo": True, "logprobs": _TOP}
         answer = self._post(text, body, retries)
         if isinstance(answer, TooLong):
             return answer
         usage = answer.get("usage")
-        written = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        tokens = _parse_tokens(self._choice(answer), written if isinstance(written, int) else 0)
+        counts = (
+            [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
+            if isinstance(usage, dict)
+            else []
+        )
+        given, written = (count if isinstance(count, int) else None for count in counts or (None, None))
+        tokens = parse_tokens(self._choice(answer), text, written or 0)
         if tokens is None:
             raise HiddenError(
                 f"{self.url} hides the log-probabilities of a given text; use --method generate, or a server that "
                 "takes echo with logprobs (vLLM, SGLang)"
             )
-        return tokens
+        return tokens, given
 
     def _complete(self, prompt: str, max_tokens: int, stop: Sequence[str]) -> str | TooLong:
         body: dict[str, Any] = {**_GREEDY, **self._extras, "max_tokens": max_tokens}
@@ -322,9 +334,10 @@ class CompletionServer:
         for prompt, continuation in zip(_CHECK_PROMPTS, written, strict=True):
             text = prompt + continuation
             try:
-                tokens = self._score(text, retries=0)
-                if isinstance(tokens, TooLong):
-                    return tokens.reason, None
+                counted = self._score_counted(text, retries=0)
+                if isinstance(counted, TooLong):
+                    return counted.reason, None
+                tokens, given = counted
                 scored = scored_text(text, tokens)
             except RefusedError as error:
                 return f"the server refuses echo with logprobs ({error.reason})", None
@@ -336,7 +349,8 @@ class CompletionServer:
                 return str(error), None
             except HiddenError:
                 return "the server gives no log-probabilities of a given text", None
-            adds_bos = len(scored.spans) < len(tokens) or scored.logprobs[0] == scored.logprobs[0]
+            # llama-cpp-python counts it, but doesn't list it.
+            adds_bos = len(scored.spans) < (len(tokens) if given is None else given)
             places = [i for i, (start, _) in enumerate(scored.spans) if start >= len(prompt)]
             pieces = [text[start:end] for start, end in scored.spans]
             total += len(places)
@@ -349,40 +363,6 @@ class CompletionServer:
                 + (f", but {shifted} are its first choice one place earlier" if shifted > hits else "")
             ), adds_bos
         return None, adds_bos
-
-
-def _parse_tokens(choice: Mapping[str, Any], num_written: int) -> list[ServerToken] | None:
-    """The tokens of an echoed text without those written after it; None where log-probabilities are hidden."""
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return None
-    texts, values, tops = (logprobs.get(key) for key in ("tokens", "token_logprobs", "top_logprobs"))
-    if not (isinstance(texts, list) and isinstance(values, list) and isinstance(tops, list)):
-        return None
-    if not len(texts) == len(values) == len(tops) or len(texts) <= num_written:
-        return None
-    end = len(texts) - num_written
-    tokens = [_parse_token(*item) for item in zip(texts[:end], values[:end], tops[:end], strict=True)]
-    # A text of one token has no predictions, whatever the server.
-    return None if len(tokens) > 1 and all(token.best is None for token in tokens) else tokens
-
-
-def _parse_token(text: Any, value: Any, top: Any) -> ServerToken:
-    """One token; the true one counts as listed even where the server lists only the best."""
-    text = str(text)
-    logprob = float(value) if isinstance(value, (int, float)) else None
-    listed = [(float(number), str(key)) for key, number in top.items()] if isinstance(top, dict) else []
-    if not listed or logprob is None:
-        return ServerToken(text, logprob, None, None)
-    others = [(number, key) for number, key in listed if key != text or abs(number - logprob) > 1e-6]
-    ranked = sorted([(logprob, text), *others], key=lambda entry: -entry[0])
-    return ServerToken(
-        text,
-        logprob,
-        best=ranked[0][1],
-        best_logprob=ranked[0][0],
-        second_logprob=ranked[1][0] if len(ranked) > 1 else None,
-    )
 
 
 def _context_length(entry: Mapping[str, Any]) -> int | None:

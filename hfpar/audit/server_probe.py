@@ -14,8 +14,9 @@ Nothing here talks to a server. What servers do differently, as their sources ha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hfpar.errors import HfparError
 
@@ -60,6 +61,46 @@ class ScoredText:
 
 class SpellingError(HfparError):
     """The server's tokens don't spell the text that it was given."""
+
+
+def parse_tokens(choice: Mapping[str, Any], prompt: str, num_written: int) -> list[ServerToken] | None:
+    """The tokens of an echoed text without those written after it; None where log-probabilities are hidden."""
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        return None
+    texts, values, tops = (logprobs.get(key) for key in ("tokens", "token_logprobs", "top_logprobs"))
+    if not (isinstance(texts, list) and isinstance(values, list) and isinstance(tops, list)):
+        return None
+    if not len(texts) == len(values) == len(tops):
+        return None
+    # llama-cpp-python without a BOS token counts what it wrote, but doesn't list it.
+    end = len(texts) if "".join(map(str, texts)) == prompt else len(texts) - num_written
+    if end <= 0:
+        return None
+    tokens = [_parse_token(*item) for item in zip(texts[:end], values[:end], tops[:end], strict=True)]
+    # A text of one token has no predictions, whatever the server.
+    return None if len(tokens) > 1 and all(token.best is None for token in tokens) else tokens
+
+
+def _parse_token(text: Any, value: Any, top: Any) -> ServerToken:
+    """One token; the true one counts as listed even where the server lists only the best."""
+    text = str(text)
+    logprob = float(value) if isinstance(value, (int, float)) else None
+    numbers = top if isinstance(top, dict) else {}
+    listed = [
+        (float(number), str(key)) for key, number in numbers.items() if isinstance(number, (int, float))
+    ]
+    if not listed or logprob is None:
+        return ServerToken(text, logprob, None, None)
+    others = [(number, key) for number, key in listed if key != text or abs(number - logprob) > 1e-6]
+    ranked = sorted([(logprob, text), *others], key=lambda entry: -entry[0])
+    return ServerToken(
+        text,
+        logprob,
+        best=ranked[0][1],
+        best_logprob=ranked[0][0],
+        second_logprob=ranked[1][0] if len(ranked) > 1 else None,
+    )
 
 
 def scored_text(text: str, tokens: Sequence[ServerToken], tolerance: float = TIE_TOLERANCE) -> ScoredText:

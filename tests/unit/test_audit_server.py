@@ -49,6 +49,7 @@ class Fake(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.style = style
         self.bos = settings.get("bos")
+        self.bos_is_listed = settings.get("bos_is_listed", True)
         self.key = settings.get("key")
         self.context = settings.get("context", 1000)
         self.faults: list[Callable[[Handler], None]] = []
@@ -157,13 +158,14 @@ class Handler(BaseHTTPRequestHandler):
         choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
         if body.get("echo") and style != "transformers":
             choice["text"] = body["prompt"] + text
-            choice["logprobs"] = self.logprobs(prompt + written)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(written)}
+            # The shifted server leaves out what it wrote, but counts it.
+            choice["logprobs"] = self.logprobs(prompt + ([] if style == "llama-cpp-python" else written))
+        usage = {"prompt_tokens": len(prompt) + bool(self.server.bos), "completion_tokens": len(written)}
         self.send(200, {"object": "text_completion", "choices": [choice], "usage": usage})
 
     def logprobs(self, tokens: list[str]) -> dict[str, Any]:
         """As vLLM (true token and the best), SGLang (the best alone, no offsets) or llama-cpp-python (shifted)."""
-        bos = [self.server.bos] if self.server.bos else []
+        bos = [self.server.bos] if self.server.bos and self.server.bos_is_listed else []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         for i, token in enumerate(tokens):
@@ -212,8 +214,9 @@ def test_check_of_servers_that_score(style: str) -> None:
     assert all(request["temperature"] == 0 and request["max_tokens"] >= 1 for request in server.requests)
 
 
-def test_check_sees_a_bos_token() -> None:
-    with serving("vllm", bos="<s>") as server:
+@pytest.mark.parametrize("bos_is_listed", [True, False])
+def test_check_sees_a_bos_token(bos_is_listed: bool) -> None:
+    with serving("vllm", bos="<s>", bos_is_listed=bos_is_listed) as server:
         assert server.client().check().adds_bos is True
 
 
