@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from hfpar.audit.perturb import find_sites
 from hfpar.audit.power import smallest_detectable_share
 from hfpar.audit.results import (
     Comparison,
@@ -17,8 +16,9 @@ from hfpar.audit.results import (
     Stratum,
     Verdict,
 )
-from hfpar.audit.statistics import MIN_CONTROL_ITEMS, exact_excess, holm, newcombe, share, stratify
+from hfpar.audit.statistics import MIN_CONTROL_ITEMS, exact_excess, holm, newcombe, share
 from hfpar.audit.summarize import SetInfo, cut_at, cuts_of, is_hit
+from hfpar.audit.tails import Tail, last_change, match_tails
 
 OTHERS = "others"
 """Several controls together that are too small alone."""
@@ -33,42 +33,30 @@ _HEADLINES: Mapping[Level, str] = {
 }
 
 
-@dataclass(frozen=True)
-class _Tail:
-    words: int
-    hit: bool
-    holds_numbers: bool
-
-
 class _Tails:
     """Probed tails of all sets; where each text can change is looked up once."""
 
     def __init__(self, items: Mapping[str, Sequence[ItemResult]]) -> None:
         self.items = items
         self.last_change = {
-            (name, item.item_id): max((site.end for site in find_sites(item.text)), default=0)
-            for name, found in items.items()
-            for item in found
+            (name, item.item_id): last_change(item.text) for name, found in items.items() for item in found
         }
 
-    def of(self, name: str, ratio: float, mode: Mode) -> list[_Tail]:
+    def of(self, name: str, ratio: float, mode: Mode) -> list[Tail]:
         """Of one set; skipped ones left out."""
         tails = []
         for item in self.items[name]:
             cut = cut_at(item, ratio, mode)
             if cut is not None and cut.skipped is None:
                 changes = self.last_change[name, item.item_id] > cut.cut
-                tails.append(_Tail(cut.tail_words, is_hit(cut), changes))
+                tails.append(Tail(cut.tail_words, is_hit(cut), changes))
         return tails
 
 
 def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) -> list[Comparison]:
     """Every benchmark beside its controls, at every ratio and mode.
 
-    A tail that holds a number, a name or a variable is only compared with tails that do, and one that holds none with
-    such: a guess must get the former right, and perturbed copies always have one. Within these, tails are compared with
-    others of about the same length.
-
+    Tails are compared with others of about the same length, those that hold numbers or names with others that do.
     A control stands alone if at least 200 of its tails have counterparts; the others are taken together as `others`. A
     comparison with fewer than 200 has no p-value, and says so.
 
@@ -104,22 +92,9 @@ def _with_note(comparison: Comparison, note: str) -> Comparison:
 
 
 def _compare(
-    benchmark: str, control: str, ratio: float, mode: Mode, ours: Sequence[_Tail], theirs: Sequence[_Tail]
+    benchmark: str, control: str, ratio: float, mode: Mode, ours: Sequence[Tail], theirs: Sequence[Tail]
 ) -> Comparison:
-    strata: list[Stratum] = []
-    num_unmatched = 0
-    for holds in (True, False):
-        mine = [tail for tail in ours if tail.holds_numbers is holds]
-        others = [tail for tail in theirs if tail.holds_numbers is holds]
-        found, unmatched = stratify(
-            [tail.words for tail in mine],
-            [tail.hit for tail in mine],
-            [tail.words for tail in others],
-            [tail.hit for tail in others],
-            holds_numbers=holds,
-        )
-        strata += found
-        num_unmatched += unmatched
+    strata, num_unmatched = match_tails(ours, theirs)
     num_controls = sum(stratum.control_total for stratum in strata)
     difference = low = high = p_value = note = None
     if strata:

@@ -23,7 +23,7 @@ FEMALE = tuple(
     "Victoria Violet Virginia Vivian Wanda Wendy Whitney Yolanda Yvonne Zoe".split()
 )
 MALE = tuple(
-    "Aaron Abel Abraham Adam Adrian Aidan Alan Albert Alejandro Alex Alexander Alfred Ali Allan Allen Alvin "
+    "Aaron Bruno Otto Abel Abraham Adam Adrian Aidan Alan Albert Alejandro Alex Alexander Alfred Ali Allan Allen Alvin "
     "Andre Andrew Andy Anthony Antonio Arnold Arthur Austin Ben Benjamin Bernard Bill Billy Blake Bob Bobby "
     "Brad Bradley Brandon Brendan Brent Brett Brian Bruce Bryan Calvin Cameron Carl Carlos Cedric Charles "
     "Charlie Chester Chris Christian Christopher Clarence Clark Clifford Clinton Clyde Cole Colin Connor Corey "

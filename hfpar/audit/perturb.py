@@ -31,12 +31,12 @@ _PROTECTED = re.compile(
     r"|\d+_(?=[\d{])\d*|_\d+"  # numbers in another base, labels
     r"|\^\{?-?\d(?!\d)\}?|\^\{?-?\d+\}?\\circ|\\sqrt\[\d+\]"  # powers and roots
     r"|\b2(?= ?\\pi)|(?<=[Bb]ase )\d+|(?<=[Bb]ase-)\d+|(?<=[Bb]ase \$)\d+"
-    r"|\b(?:90|180|360)(?=\s*(?:\^|\\circ|°|-?\s?degree))"
+    r"|\b(?:90|180|360)(?=\$?\s*(?:\^|\\circ|°|-?\s?degree))"
     r"|\b(?:100(?=\s*(?:\\?%|percent))|7(?= days)|365(?= days)|52(?= weeks)|24(?= hours)|60(?= minutes| seconds)"
     r"|12(?= months| inches))"
     r"|\b(?:seven(?= days)|twelve(?= months| inches))"
     r"|(?<![\d.])\d+(?:\s*,\s*\d+)*(?:\s*,\s*(?:\\[lc]?dots|\.\.\.|…))"  # 1, 2, 3, ...
-    r"|\d+(?:st|nd|rd|th|D)\b",
+    r"|\d+(?:st|nd|rd|th|D)\b|(?<=\d):\d\d\b",
     re.DOTALL,
 )
 _LABEL = re.compile(r"_\{[^{}]*\}")

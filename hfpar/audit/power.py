@@ -72,10 +72,12 @@ def expected_detectable_share(
     counts = np.arange(control_total + 1)
     chances = stats.binom.pmf(counts, control_total, control_rate)
     groups = np.array_split(counts[chances > _LIKELY], min(_MOST_COUNTS, int((chances > _LIKELY).sum())))
-    needed = [
-        (_hits_needed(total, int(group[len(group) // 2]), control_total, alpha), float(chances[group].sum()))
-        for group in groups
-    ]
+    needed = []
+    hits = 0
+    for group in groups:
+        # Grows with the control's count: begin where the last one ended.
+        hits = _hits_needed(total, int(group[len(group) // 2]), control_total, alpha, hits)
+        needed.append((hits, float(chances[group].sum())))
 
     def found(share: float) -> bool:
         rate = share + (1 - share) * control_rate
@@ -84,18 +86,22 @@ def expected_detectable_share(
     return _smallest(found)
 
 
-def _hits_needed(total: int, control_hits: int, control_total: int, alpha: float) -> int:
-    """The fewest hits that Fisher's exact test finds too many; `total + 1` where none are."""
-    low, high = 0, total + 1
+def _hits_needed(total: int, control_hits: int, control_total: int, alpha: float, start: int) -> int:
+    """The fewest hits, from `start` on, that Fisher's exact test finds too many; `total + 1` where none are."""
+    step, low, high = 1, start, start
+    while high <= total and _p_value(high, total, control_hits, control_total) > alpha:
+        low, high, step = high + 1, min(high + step, total + 1), 2 * step
     while low < high:
         middle = (low + high) // 2
-        hits = middle + control_hits
-        p_value = float(stats.hypergeom.sf(middle - 1, total + control_total, hits, total))
-        if p_value <= alpha:
+        if _p_value(middle, total, control_hits, control_total) <= alpha:
             high = middle
         else:
             low = middle + 1
     return low
+
+
+def _p_value(hits: int, total: int, control_hits: int, control_total: int) -> float:
+    return exact_excess([Stratum(0, 0, hits, total, control_hits, control_total)])
 
 
 def _smallest(found: Callable[[float], bool]) -> float | None:

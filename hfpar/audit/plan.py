@@ -1,0 +1,248 @@
+"""What an audit would cost and what it could find: no model is needed, and a tokenizer only for exact counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hfpar.audit.power import expected_detectable_share
+from hfpar.audit.prefix import Cut, TailLimits, is_boundary
+from hfpar.audit.results import Mode, Role
+from hfpar.audit.statistics import MIN_CONTROL_ITEMS
+from hfpar.audit.summarize import SetInfo
+from hfpar.audit.tails import Tail, last_change, match_tails
+from hfpar.audit.text import count_words, normalize
+from hfpar.data.benchmarks import Benchmark
+
+CONTROL_RATES = (0.0, 0.005, 0.01, 0.05)
+"""How much of a control a model may complete by luck."""
+CHARACTERS_PER_TOKEN = 3.5
+"""Where no tokenizer says better."""
+CutText = Callable[[str, float], Cut]
+"""From a text and a ratio to where it is cut."""
+CountTokens = Callable[[Sequence[str]], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class SetPlan:
+    """A set's size."""
+
+    name: str
+    role: Role
+    num_items: int
+    num_tokens: int
+    """To be read once for every mode."""
+
+
+@dataclass(frozen=True)
+class ControlPlan:
+    """A control beside a benchmark at one ratio."""
+
+    control: str
+    num_tails: int
+    """That would be probed."""
+    num_matched: int
+    """Of the control's, those with counterparts in the benchmark."""
+    num_benchmark_matched: int
+    """Of the benchmark's, those with counterparts in the control."""
+    detectable: dict[float, float | None]
+    """By the rate at which the control is completed: the smallest share of matched tails completed from memory that is
+    found 4 times in 5; None: not even all. Empty without power."""
+
+    @property
+    def has_power(self) -> bool:
+        """Whether there'd be a p-value."""
+        return self.num_matched >= MIN_CONTROL_ITEMS
+
+
+@dataclass(frozen=True)
+class RatioPlan:
+    """A benchmark at one ratio."""
+
+    benchmark: str
+    ratio: float
+    num_items: int
+    num_tails: int
+    """That would be probed."""
+    skipped: dict[str, int]
+    """By `SkipReason`."""
+    controls: list[ControlPlan]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it."""
+
+    sets: list[SetPlan]
+    ratios: list[RatioPlan]
+    modes: list[Mode]
+    num_tests: int
+    """Over which Holm's adjustment goes."""
+    alpha: float
+    num_tokens: int
+    """To read in all, once for every mode."""
+    tokens_are_counted: bool
+    """By a tokenizer; else they're guessed from the number of characters."""
+
+
+def plain_cut(text: str, ratio: float, limits: TailLimits) -> Cut:
+    """Where a text is cut if tokens don't matter: nearly always where a tokenizer would have it, too."""
+    for position in range(int(ratio * len(text) + 1e-9), 0, -1):
+        if is_boundary(text, position):
+            words = count_words(text[position:])
+            if words < limits.min_words or len(text[position:].strip()) < limits.min_chars:
+                return Cut(ratio, skipped="short_tail")
+            return Cut(ratio, position, 0, words)
+    return Cut(ratio, skipped="no_cut")
+
+
+def make_plan(
+    sets: Sequence[tuple[SetInfo, Benchmark]],
+    ratios: Sequence[float],
+    cut_text: CutText,
+    *,
+    modes: Sequence[Mode] = ("bare",),
+    count_tokens: CountTokens | None = None,
+    alpha: float = 0.05,
+) -> Plan:
+    """Work out cost and power.
+
+    Args:
+        sets: Benchmarks and controls.
+        ratios: As of the audit.
+        cut_text: As the audit cuts; `plain_cut` without a tokenizer.
+        modes: As of the audit.
+        count_tokens: Of each text; None: guessed from its characters.
+        alpha: Level of all tests together.
+    """
+    changes = {info.name: [last_change(item.question) for item in found.items] for info, found in sets}
+    plans = [_set_plan(info, found, count_tokens) for info, found in sets]
+    benchmarks = [(info, found) for info, found in sets if info.role == "benchmark"]
+    num_tests = len(benchmarks) * len(ratios) * len(modes)
+    planned = []
+    for info, benchmark in benchmarks:
+        for ratio in ratios:
+            cuts = [cut_text(item.question, ratio) for item in benchmark.items]
+            tails = _tails(cuts, changes[info.name])
+            known = {_tail_text(item.question, cut) for item, cut in zip(benchmark.items, cuts, strict=True)}
+            controls = []
+            for control, found in sets:
+                if control.role == "control" and info.name in control.applies_to:
+                    theirs = _control_tails(found, ratio, cut_text, known, changes[control.name])
+                    controls.append(_control_plan(control.name, tails, theirs, alpha / max(1, num_tests)))
+            skipped = Counter[str](cut.skipped for cut in cuts if cut.skipped is not None)
+            planned.append(RatioPlan(info.name, ratio, len(cuts), len(tails), dict(skipped), controls))
+    num_tokens = sum(plan.num_tokens for plan in plans) * len(modes)
+    return Plan(plans, planned, list(modes), num_tests, alpha, num_tokens, count_tokens is not None)
+
+
+def _set_plan(info: SetInfo, found: Benchmark, count_tokens: CountTokens | None) -> SetPlan:
+    texts = [item.question for item in found.items]
+    if count_tokens is None:
+        counts: Sequence[int] = [round(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
+    else:
+        counts = count_tokens(texts)
+    return SetPlan(info.name, info.role, len(texts), sum(counts))
+
+
+def _tails(cuts: Sequence[Cut], changes: Sequence[int]) -> list[Tail]:
+    return [
+        Tail(cut.tail_words, False, change > cut.position)
+        for cut, change in zip(cuts, changes, strict=True)
+        if cut.skipped is None
+    ]
+
+
+def _tail_text(text: str, cut: Cut) -> str | None:
+    return normalize(text[cut.position :]) if cut.skipped is None else None
+
+
+def _control_tails(
+    control: Benchmark, ratio: float, cut_text: CutText, known: set[str | None], changes: Sequence[int]
+) -> list[Tail]:
+    """Those that aren't a benchmark's, too."""
+    tails = []
+    for item, change in zip(control.items, changes, strict=True):
+        cut = cut_text(item.question, ratio)
+        if cut.skipped is None and _tail_text(item.question, cut) not in known:
+            tails.append(Tail(cut.tail_words, False, change > cut.position))
+    return tails
+
+
+def _control_plan(name: str, ours: Sequence[Tail], theirs: Sequence[Tail], alpha: float) -> ControlPlan:
+    strata, num_unmatched = match_tails(ours, theirs)
+    num_matched = sum(stratum.control_total for stratum in strata)
+    matched = len(ours) - num_unmatched
+    detectable = {}
+    if num_matched >= MIN_CONTROL_ITEMS:
+        detectable = {
+            rate: expected_detectable_share(matched, num_matched, rate, alpha) for rate in CONTROL_RATES
+        }
+    return ControlPlan(name, len(theirs), num_matched, matched, detectable)
+
+
+# For people
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print what it would cost and find as tables."""
+    console = console or Console(highlight=False)
+    console.print(_cost_table(plan))
+    console.print(_power_table(plan))
+    console.print(
+        "On the right: the smallest share of a benchmark's tails completed from memory that is found 4 times in 5 "
+        f"(alpha {plan.alpha:g} by Holm over {plan.num_tests} tests), by how many of the control a model completes by "
+        f"luck. Fewer than {MIN_CONTROL_ITEMS} matching control tails test nothing."
+    )
+
+
+def _cost_table(plan: Plan) -> Table:
+    about = "" if plan.tokens_are_counted else "about "
+    table = _table("set", "role", "items", "tokens", title="what is read")
+    for one in plan.sets:
+        table.add_row(one.name, one.role, f"{one.num_items:,}", f"{about}{one.num_tokens:,}")
+    modes = " and ".join(plan.modes)
+    table.add_row(
+        f"in all ({modes})", "", f"{sum(one.num_items for one in plan.sets):,}", f"{about}{plan.num_tokens:,}"
+    )
+    return table
+
+
+def _power_table(plan: Plan) -> Table:
+    heads = [f"luck {100 * rate:g} %" for rate in CONTROL_RATES]
+    table = _table(
+        "benchmark", "ratio", "tails", "skipped", "control", "matching", *heads, title="what could be found"
+    )
+    for one in plan.ratios:
+        start = [
+            one.benchmark,
+            f"{100 * one.ratio:.0f} %",
+            f"{one.num_tails:,}",
+            f"{one.num_items - one.num_tails:,}",
+        ]
+        for control in one.controls:
+            matching = f"{control.num_benchmark_matched:,} : {control.num_matched:,}"
+            table.add_row(*start, control.control, matching, *_shares(control.detectable))
+            start = [""] * len(start)
+        if not one.controls:
+            table.add_row(*start, "none", "", *["no test"] * len(heads))
+    return table
+
+
+def _shares(detectable: Mapping[float, float | None]) -> list[str]:
+    if not detectable:
+        return ["no power"] * len(CONTROL_RATES)
+    return ["nothing" if share is None else f"{100 * share:.1f} %" for share in detectable.values()]
+
+
+def _table(first: str, *others: str, title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="left" if name in ("role", "control") else "right")
+    return table
