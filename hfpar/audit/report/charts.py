@@ -29,15 +29,22 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """An interval and a point, in percent of the track."""
+
+    low: float
+    width: float
+    point: float
+
+
+@dataclass(frozen=True)
 class ForestRow:
-    """A comparison; places in percent of the track."""
+    """A comparison; without marks where it has no difference."""
 
     comparison: Comparison
     is_deciding: bool
     p_holm: float | None
-    low: float
-    width: float
-    point: float
+    marks: Marks | None
 
 
 @dataclass(frozen=True)
@@ -85,34 +92,29 @@ class Chart:
 
 def forest(report: Report) -> Forest | None:
     """The forest plot; None where nothing could be compared."""
-    shown = [item for item in report.comparisons if item.difference is not None]
-    if not shown:
+    if not report.comparisons:
         return None
+    shown = [item for item in report.comparisons if item.difference is not None]
     lows = [value for item in shown for value in (item.low, item.difference) if value is not None]
     highs = [value for item in shown for value in (item.high, item.difference) if value is not None]
-    step = _nice_step(max(max(highs), 0.02) - min(min(lows), -0.02), 5)
-    first, last = math.floor(min(min(lows), -0.02) / step), math.ceil(max(max(highs), 0.02) / step)
+    step = _nice_step(max([*highs, 0.02]) - min([*lows, -0.02]), 5)
+    first, last = math.floor(min([*lows, -0.02]) / step), math.ceil(max([*highs, 0.02]) / step)
     start, length = first * step, (last - first) * step
 
     def place(value: float) -> float:
         return round(100 * (value - start) / length, 3)
 
     rows: dict[tuple[str, Mode], list[ForestRow]] = {}
-    for item in shown:
+    for item in report.comparisons:
         test = wording.test_of(report, item)
-        low, high = item.low, item.high
-        assert item.difference is not None
-        left = place(item.difference if low is None else low)
-        right = place(item.difference if high is None else high)
-        row = ForestRow(
-            item,
-            test is not None and test.deciding_control == item.control,
-            None if test is None else test.p_holm,
-            left,
-            round(right - left, 3),
-            place(item.difference),
-        )
-        rows.setdefault((item.benchmark, item.mode), []).append(row)
+        is_deciding = test is not None and test.deciding_control == item.control
+        p_holm = None if test is None else test.p_holm
+        marks = None
+        if item.difference is not None:
+            low = item.difference if item.low is None else item.low
+            high = item.difference if item.high is None else item.high
+            marks = Marks(place(low), round(place(high) - place(low), 3), place(item.difference))
+        rows.setdefault((item.benchmark, item.mode), []).append(ForestRow(item, is_deciding, p_holm, marks))
     ticks = [Tick(place(number * step), _points(number * step)) for number in range(first, last + 1)]
     return Forest([(*key, value) for key, value in rows.items()], ticks, place(0.0))
 
@@ -124,11 +126,11 @@ def _points(value: float) -> str:
 
 def ratio_charts(report: Report) -> list[Chart]:
     """Exact match against the ratio; one chart for each benchmark and mode, all with the same axes."""
-    cuts = [cut for summary in report.sets for cut in summary.cuts if cut.exact.value is not None]
+    cuts = [cut for summary in report.sets for cut in summary.cuts if cut.exact_normalized.value is not None]
     if not cuts:
         return []
     ratios = sorted({cut.ratio for cut in cuts})
-    highest = max(cut.exact.high or cut.exact.value or 0.0 for cut in cuts)
+    highest = max(cut.exact_normalized.high or cut.exact_normalized.value or 0.0 for cut in cuts)
     step = _nice_step(max(highest, 0.02), 4)
     top = step * math.ceil(max(highest, 0.02) / step - 1e-9)
 
@@ -148,7 +150,9 @@ def ratio_charts(report: Report) -> list[Chart]:
     for benchmark, mode, shown in _shown_sets(report):
         series = []
         for number, summary in enumerate(shown):
-            mine = [cut for cut in summary.cuts if cut.mode == mode and cut.exact.value is not None]
+            mine = [
+                cut for cut in summary.cuts if cut.mode == mode and cut.exact_normalized.value is not None
+            ]
             dodge = 7 * (number - (len(shown) - 1) / 2)
             points = [_share_point(cut, summary.name, x_of(cut.ratio) + dodge, y_of) for cut in mine]
             if points:
@@ -160,7 +164,7 @@ def ratio_charts(report: Report) -> list[Chart]:
 
 
 def _share_point(cut: CutSummary, name: str, x: float, y_of: Scale) -> Point:
-    exact = cut.exact
+    exact = cut.exact_normalized
     title = (
         f"{name}, {wording.ratio(cut.ratio)} of the text: {wording.share(exact)} exact,"
         f" {wording.interval(exact.low, exact.high)}"

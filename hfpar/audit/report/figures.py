@@ -63,7 +63,7 @@ def draw_forest(report: Report) -> Figure:
         )
         labels.append(_forest_label(report, item))
         axes.annotate(
-            "no power" if item.p_value is None else f"p {_ascii_p(item.p_value)}",
+            "no power" if item.p_value is None else f"p {wording.p_value(item.p_value)}",
             (1.01, row),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -107,7 +107,9 @@ def draw_ratios(report: Report) -> Figure:
         axes.set_visible(False)
     for axes, (summary, mode) in zip(every, panels, strict=False):
         _draw_panel(axes, report, summary, mode)
-    highest = max((cut.exact.high or 0.0 for item in report.sets for cut in item.cuts), default=0.0)
+    highest = max(
+        (cut.exact_normalized.high or 0.0 for item in report.sets for cut in item.cuts), default=0.0
+    )
     every[0].set_ylim(0, 1.05 * max(highest, 0.02))  # of all, which share it
     for line in grid:
         line[0].set_ylabel("exact completions", color=_INK, fontsize=9)
@@ -137,10 +139,12 @@ def _draw_panel(axes: Axes, report: Report, summary: SetSummary, mode: Mode) -> 
     for number, shown in enumerate([*controls, summary]):
         is_benchmark = shown is summary
         style = 0 if is_benchmark else names.index(shown.name) % len(_CONTROL_COLORS)
-        cuts = [cut for cut in shown.cuts if cut.mode == mode and cut.exact.value is not None]
-        values = [cut.exact.value or 0.0 for cut in cuts]
-        lows = [value - (cut.exact.low or 0.0) for value, cut in zip(values, cuts, strict=True)]
-        highs = [(cut.exact.high or value) - value for value, cut in zip(values, cuts, strict=True)]
+        cuts = [cut for cut in shown.cuts if cut.mode == mode and cut.exact_normalized.value is not None]
+        values = [cut.exact_normalized.value or 0.0 for cut in cuts]
+        lows = [value - (cut.exact_normalized.low or 0.0) for value, cut in zip(values, cuts, strict=True)]
+        highs = [
+            (cut.exact_normalized.high or value) - value for value, cut in zip(values, cuts, strict=True)
+        ]
         color = _BENCHMARK_COLOR if is_benchmark else _CONTROL_COLORS[style]
         axes.errorbar(
             [cut.ratio + 0.006 * (number - len(controls) / 2) for cut in cuts],
@@ -172,11 +176,6 @@ def _draw_panel(axes: Axes, report: Report, summary: SetSummary, mode: Mode) -> 
 def _forest_label(report: Report, item: Comparison) -> str:
     mode = f", {item.mode}" if wording.has_chat(report) else ""
     return f"{item.benchmark} at {wording.ratio(item.ratio)}{mode}, against {item.control}"
-
-
-def _ascii_p(value: float) -> str:
-    """Without superscripts, which Matplotlib's font lacks in part."""
-    return f"{value:.0e}".replace("e-0", "e-") if value < 0.001 else wording.p_value(value)
 
 
 def _say(figure: Figure, axes: Axes, text: str) -> Figure:

@@ -43,7 +43,9 @@
   const cutNames = [];
   for (const item of items) for (const cut of item.cuts) if (!cutNames.includes(cutName(cut))) cutNames.push(cutName(cut));
   const cutOf = (item, name) => item.cuts.find((cut) => cutName(cut) === name);
-  const matched = (cut) => (!cut || cut.skipped ? -1 : cut.exact ? 2 : (cut.matched_tokens || 0) / (cut.tail_tokens || 1));
+  // White space and kinds of quotes make no difference.
+  const isHit = (cut) => Boolean(cut.exact || cut.exact_normalized);
+  const matched = (cut) => (!cut || cut.skipped ? -1 : isHit(cut) ? 2 : (cut.matched_tokens || 0) / (cut.tail_tokens || 1));
   const collator = new Intl.Collator("en", { numeric: true });
   const hasSeveralSets = new Set(items.map((item) => item.set)).size > 1;
   const columns = [
@@ -76,7 +78,7 @@
   }
   function cutCell(cut) {
     if (!cut || cut.skipped) return make("span", { class: "quiet", title: cut ? SKIPPED[cut.skipped] : null }, "–");
-    if (cut.exact) return make("span", { class: "exact", title: "the whole tail, word for word" }, "exact");
+    if (isHit(cut)) return make("span", { class: "exact", title: `the whole tail, ${cut.exact ? "character by character" : "but for spacing or quotes"}` }, "exact");
     return `${cut.matched_tokens || 0} / ${cut.tail_tokens || 0}`;
   }
 
@@ -161,7 +163,7 @@
   // An item
   function detailRow(item) {
     const usable = item.cuts.filter((cut) => !cut.skipped);
-    const chosen = usable.find((cut) => cutName(cut) === state.tab[keyOf(item)]) || usable.find((cut) => cut.exact) || usable[0];
+    const chosen = usable.find((cut) => cutName(cut) === state.tab[keyOf(item)]) || usable.find(isHit) || usable[0];
     const tabs = make("div", { class: "tabs" }, "Given", ...item.cuts.map((cut) => make(
       "button",
       { type: "button", "aria-pressed": String(cut === chosen), disabled: Boolean(cut.skipped), title: cut.skipped ? SKIPPED[cut.skipped] : null,
@@ -182,8 +184,11 @@
     const text = characters(item);
     const cutAt = cut ? cut.cut || 0 : text.length;
     const run = item.longest_run_span || [0, 0];
+    // A server that hides log-probabilities leaves only what was written.
+    const isBlind = !item.hits.length && !Object.keys(item.logprobs).length;
+    const hits = isBlind && cut ? [[cutAt, cutAt + followed(joined(text.slice(cutAt)), cut)]] : item.hits;
     const places = new Set([0, cutAt, text.length, run[0], run[1]]);
-    for (const [start, end] of item.hits) if (end > cutAt) { places.add(Math.max(start, cutAt)); places.add(end); }
+    for (const [start, end] of hits) if (end > cutAt) { places.add(Math.max(start, cutAt)); places.add(end); }
     const edges = [...places].filter((place) => place >= 0 && place <= text.length).sort((a, b) => a - b);
     const paragraph = make("p", { class: "text" });
     let hit = 0;
@@ -191,36 +196,45 @@
       const [start, end] = [edges[n], edges[n + 1]];
       if (start === cutAt && cut) paragraph.append(make("span", { class: "cutmark", title: `cut at ${cutName(cut)}` }));
       if (end === undefined) break;
-      while (hit < item.hits.length && item.hits[hit][1] <= start) hit += 1;
-      const isHit = hit < item.hits.length && item.hits[hit][0] <= start;
+      while (hit < hits.length && hits[hit][1] <= start) hit += 1;
+      const isChosen = hit < hits.length && hits[hit][0] <= start;
       const isLongest = start >= run[0] && end <= run[1];
-      const tag = start < cutAt ? "span" : isHit ? "ins" : "del";
+      const tag = start < cutAt || (isBlind && !isChosen) ? "span" : isChosen ? "ins" : "del";
       const kind = [start < cutAt && "given", isLongest && "longest"].filter(Boolean).join(" ");
       paragraph.append(make(tag, { class: kind || null }, joined(text.slice(start, end))));
     }
     return paragraph;
   }
+  function sharedLength(tail, cut) {
+    if (cut.exact && cut.written === undefined) return tail.length;
+    const other = cut.written || "";
+    let same = 0;
+    while (same < tail.length && same < other.length && tail[same] === other[same]) same += 1;
+    return same;
+  }
+  const followed = (tail, cut) => Array.from(tail.slice(0, isHit(cut) ? tail.length : sharedLength(tail, cut))).length;
   function written(item, cut) {
     const label = (text) => make("p", { class: "label" }, text);
     const tail = joined(characters(item).slice(cut.cut || 0));
-    if (cut.exact && !cut.written) return [label("What the model wrote"), make("p", { class: "text wrote" }, make("ins", {}, "the rest, word for word"))];
-    if (!cut.written) return [];
-    let same = 0;
-    while (same < tail.length && same < cut.written.length && tail[same] === cut.written[same]) same += 1;
+    if (cut.exact && cut.written === undefined) return [label("What the model wrote"), make("p", { class: "text wrote" }, make("ins", {}, "the rest, word for word"))];
+    if (cut.written === undefined) return [];
+    if (!cut.written) return [label("What the model wrote"), make("p", { class: "text wrote quiet" }, "nothing: it ended the text here")];
+    const same = sharedLength(tail, cut);
     const differs = same < tail.length;
     const rest = cut.written.slice(same);
     return [
       label(cut.is_complete ? "What the model wrote" : "What the model wrote, as far as it was followed"),
       make("p", { class: "text wrote" }, same ? make("ins", {}, cut.written.slice(0, same)) : null,
-        rest ? make("span", { class: differs ? "other" : "quiet" }, rest) : null, cut.is_complete ? null : make("span", { class: "quiet" }, " …")),
+        rest ? differs && isHit(cut) ? make("ins", {}, rest) : make("span", { class: differs ? "other" : "quiet" }, rest) : null, cut.is_complete ? null : make("span", { class: "quiet" }, " …")),
     ];
   }
   function itemFacts(item, cut) {
-    const facts = [["Tokens", item.num_tokens], ["Longest run", `${item.longest_run} tokens`]];
+    const facts = [["Tokens", item.num_tokens]];
+    if (item.longest_run) facts.push(["Longest run", `${item.longest_run} tokens`]);
     if (item.grade) facts.push([`Grade ${item.grade}`, data.gradeWords[item.grade]]);
     if (cut) {
       facts.push(["Tail matched", `${cut.matched_tokens || 0} of ${cut.tail_tokens || 0} tokens`], ["Tail", `${cut.tail_words || 0} words`]);
-      if (!cut.exact && cut.exact_normalized) facts.push(["Exact", "after normalising only"]);
+      if (!cut.exact && cut.exact_normalized) facts.push(["Exact", "but for spacing or quotes"]);
       if (cut.near_tie) facts.push(["Near tie", cut.settled_by === "generation" ? "settled by generation" : "yes"]);
       if (cut.rouge_l != null) facts.push(["ROUGE-L", cut.rouge_l.toFixed(2)]);
       if (cut.edit_similarity != null) facts.push(["Edit similarity", cut.edit_similarity.toFixed(2)]);

@@ -60,6 +60,7 @@ def render(template: str, **context: Any) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
     environment.globals.update(
         words=wording,
         style=(here / "page.css").read_text(encoding="utf-8"),

@@ -10,9 +10,9 @@ MINUS = "\N{MINUS SIGN}"
 LEVEL_MARKS: dict[Level, str] = {"strong": "●", "some": "◐", "none": "○", "untested": "–"}
 """Shapes, so that nothing hangs on colour alone."""
 GRADES = {
-    "A": "exact at 40 %, with a tail of 15 words or more",
-    "B": "exact at 60 %, or a verbatim run of 20 tokens",
-    "C": "the right answer from the prefix alone",
+    "A": "from 40 % of the text or less, a tail of 15 words or more word for word",
+    "B": "from 60 % or less, or a verbatim run of 20 tokens",
+    "C": "only the right answer, from a part of the question",
 }
 SCORE_NAMES = {
     "loss": "mean loss",
@@ -29,16 +29,15 @@ SKIP_REASONS = {
 }
 
 
-def percent(value: float | None, digits: int = 1) -> str:
-    """A share: `12.4 %`; `0 %` and `100 %` only where it is exactly that."""
+def percent(value: float | None) -> str:
+    """A share: `12.4 %`, `0.43 %`; `0 %` and `100 %` only where it is exactly that."""
     if value is None:
         return NOTHING
     if value in (0.0, 1.0):
-        return f"{value:.0%}".replace("%", " %")
-    smallest = 10**-digits / 100
-    if 0 < value < smallest / 2:
-        return f"< {100 * smallest:.{digits}f} %"
-    return f"{100 * value:.{digits}f} %"
+        return f"{100 * value:.0f} %"
+    if 0 < value < 0.00005:
+        return "< 0.01 %"
+    return f"{100 * value:.2f} %" if 0 < value < 0.00995 else f"{100 * value:.1f} %"
 
 
 def points(value: float | None) -> str:
@@ -64,17 +63,15 @@ def _signed(value: float) -> str:
 
 
 def p_value(value: float | None) -> str:
-    """A p-value: `0.031`, `4 × 10⁻⁷`."""
+    """A p-value: `0.031`, `4e-7`."""
     if value is None:
         return NOTHING
-    if value >= 0.9995:
-        return "1"
     if value >= 0.001:
-        return f"{value:.3f}" if value < 0.0995 else f"{value:.2f}"
+        return f"{value:.2g}"
     if value < 1e-99:
-        return "< 10⁻⁹⁹"
-    mantissa, exponent = f"{value:.0e}".split("e-")
-    return f"{mantissa} × 10⁻{str(int(exponent)).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+        return "< 1e-99"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def share(estimate: Estimate | None) -> str:
