@@ -13,6 +13,8 @@ class AuditConfig:
     model_name_or_path: str | None = None
     """The checkpoint: a folder, a hub id, or the folder of a PEFT adapter, whose base is loaded with it. With a server,
     the name by which it knows the model."""
+    base: str | None = None
+    """Of an adapter: folder or hub id of its base, if that isn't where the adapter says."""
     trust_remote_code: bool = False
     """Run Python code that the model's folder brings along."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -23,6 +23,7 @@ _AT_LEAST_ONE = (
 )
 _NOT_EMPTY = (
     "model_name_or_path",
+    "base",
     "reference_model",
     "base_url",
     "api_key_file",

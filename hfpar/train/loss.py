@@ -60,11 +60,7 @@ def install(model: nn.Module) -> list[str]:
         ConfigError: a model without a decoder and a head to put between them.
     """
     causal_lm = unwrap_peft(model)
-    head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
-    named = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", "") or "model", None)
-    decoder = named if named is not None else getattr(causal_lm, "model", None)
-    if head is None or decoder is None or decoder is causal_lm:
-        raise ConfigError(f"model_name_or_path: {type(causal_lm).__name__} has no decoder with a head on top")
+    decoder, head = decoder_and_head(causal_lm)
     transform = LogitTransform.of(causal_lm.config.get_text_config())
     _patch_head(head, transform)
     _patch_forward(causal_lm, decoder, head)
@@ -72,6 +68,20 @@ def install(model: nn.Module) -> list[str]:
         f"{type(causal_lm).__name__}.forward: with labels, returns the summed loss of the label tokens",
         f"{type(head).__name__} (head): with labels, computes logits and loss in chunks",
     ]
+
+
+def decoder_and_head(causal_lm: Any) -> tuple[Any, Any]:
+    """The two parts of a causal language model.
+
+    Raises:
+        ConfigError: a model that isn't made of these.
+    """
+    head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+    named = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", "") or "model", None)
+    decoder = named if named is not None else getattr(causal_lm, "model", None)
+    if head is None or decoder is None or decoder is causal_lm:
+        raise ConfigError(f"model_name_or_path: {type(causal_lm).__name__} has no decoder with a head on top")
+    return decoder, head
 
 
 def _patch_forward(causal_lm: Any, decoder: nn.Module, head: nn.Module) -> None:
