@@ -38,9 +38,8 @@ class _Tails:
 
     def __init__(self, items: Mapping[str, Sequence[ItemResult]]) -> None:
         self.items = items
-        self.last_change = {
-            (name, item.item_id): last_change(item.text) for name, found in items.items() for item in found
-        }
+        texts = {item.text for found in items.values() for item in found}
+        self.last_change = {text: last_change(text) for text in texts}
 
     def of(self, name: str, ratio: float, mode: Mode) -> list[Tail]:
         """Of one set; skipped ones left out."""
@@ -48,7 +47,7 @@ class _Tails:
         for item in self.items[name]:
             cut = cut_at(item, ratio, mode)
             if cut is not None and cut.skipped is None:
-                changes = self.last_change[name, item.item_id] > cut.cut
+                changes = self.last_change[item.text] > cut.cut
                 tails.append(Tail(cut.tail_words, is_hit(cut), changes))
         return tails
 
