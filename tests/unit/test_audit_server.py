@@ -14,7 +14,7 @@ import pytest
 
 from hfpar.audit.server import CompletionServer, ServerToken, TooLong
 from hfpar.audit.server_http import RefusedError, ServerError, normalize_url
-from hfpar.audit.server_probe import SpellingError, align, scored_text
+from hfpar.audit.server_probe import SpellingError, align, parse_tokens, scored_text
 from hfpar.errors import ConfigError
 
 MEMORY = (
@@ -541,6 +541,7 @@ def tokens_of(*pieces: str, first: float | None = None) -> list[ServerToken]:
         ("a🐟", ["a", "bytes:\\xf0\\x9f", "bytes:\\x90\\x9f"], [(0, 1), (1, 2), (1, 2)]),
         ("🐟🐟!", ["\ufffd"] * 6 + ["!"], [(0, 2)] * 6 + [(2, 3)]),
         ("é", ["\ufffd", "\ufffd"], [(0, 1), (0, 1)]),
+        ("🐟🐟", ["\ufffd", "\ufffd", "🐟"], [(0, 1), (0, 1), (1, 2)]),
         # a text that holds U+FFFD itself
         ("x\ufffdy", ["x", "\ufffd", "y"], [(0, 1), (1, 2), (2, 3)]),
         # what the server wrote after the text, where it doesn't say how much that was
@@ -588,6 +589,39 @@ def test_verdicts(token: ServerToken, hit: bool, gap: float, near_tie: bool) -> 
     scored = scored_text(token.text, [token])
     assert (scored.hits, scored.near_ties) == ([hit], [near_tie])
     assert scored.gaps[0] == pytest.approx(gap)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "top", "expected"),
+    [
+        ("a", -1.0, {"a": -1.0, "b": -2.0}, ("a", -1.0, -2.0)),
+        # SGLang lists the best alone: the true one may be among them, or not
+        ("a", -1.0, {"b": -2.0, "c": -3.0}, ("a", -1.0, -2.0)),
+        ("a", -3.0, {"b": -1.0}, ("b", -1.0, -3.0)),
+        # an entry of the same text that is another token
+        ("\ufffd", -5.0, {"\ufffd": -0.1}, ("\ufffd", -0.1, -5.0)),
+        ("a", None, None, (None, None, None)),
+        ("a", -1.0, {"b": "high"}, (None, None, None)),
+    ],
+)
+def test_the_best_token(text: str, value: float | None, top: Any, expected: tuple[Any, ...]) -> None:
+    logprobs = {"tokens": [text], "token_logprobs": [value], "top_logprobs": [top]}
+    (token,) = parse_tokens({"logprobs": logprobs}, text, 0) or []
+    assert (token.best, token.best_logprob, token.second_logprob) == expected
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        None,
+        {"content": []},
+        {"tokens": ["a"], "token_logprobs": [], "top_logprobs": []},
+        {"tokens": ["a", "b"], "token_logprobs": [None, None], "top_logprobs": [None, None]},
+        {"tokens": [" b"], "token_logprobs": [-1.0], "top_logprobs": [{"b": -1.0}]},
+    ],
+)
+def test_hidden_log_probabilities(logprobs: Any) -> None:
+    assert parse_tokens({"logprobs": logprobs}, "a", 1) is None
 
 
 def test_a_token_without_prediction_is_no_hit() -> None:
