@@ -616,7 +616,7 @@ def test_the_best_token(text: str, value: float | None, top: Any, expected: tupl
         None,
         {"content": []},
         {"tokens": ["a"], "token_logprobs": [], "top_logprobs": []},
-        {"tokens": ["a", "b"], "token_logprobs": [None, None], "top_logprobs": [None, None]},
+        {"tokens": ["a", "b", "c"], "token_logprobs": [None] * 3, "top_logprobs": [None] * 3},
         {"tokens": [" b"], "token_logprobs": [-1.0], "top_logprobs": [{"b": -1.0}]},
     ],
 )
