@@ -38,6 +38,23 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class DifferenceAxis:
+    """From differences of shares to places on the track."""
+
+    start: float
+    length: float
+    ticks: list[Tick]
+
+    def place(self, value: float) -> float:
+        """In percent of the track."""
+        return round(100 * (value - self.start) / self.length, 3)
+
+    def marks(self, low: float, high: float, point: float) -> Marks:
+        """An interval and a point."""
+        return Marks(self.place(low), round(self.place(high) - self.place(low), 3), self.place(point))
+
+
+@dataclass(frozen=True)
 class ForestRow:
     """A comparison; without marks where it has no difference."""
 
@@ -97,13 +114,7 @@ def forest(report: Report) -> Forest | None:
     shown = [item for item in report.comparisons if item.difference is not None]
     lows = [value for item in shown for value in (item.low, item.difference) if value is not None]
     highs = [value for item in shown for value in (item.high, item.difference) if value is not None]
-    step = _nice_step(max([*highs, 0.02]) - min([*lows, -0.02]), 5)
-    first, last = math.floor(min([*lows, -0.02]) / step), math.ceil(max([*highs, 0.02]) / step)
-    start, length = first * step, (last - first) * step
-
-    def place(value: float) -> float:
-        return round(100 * (value - start) / length, 3)
-
+    axis = difference_axis(lows, highs)
     rows: dict[tuple[str, Mode], list[ForestRow]] = {}
     for item in report.comparisons:
         test = wording.test_of(report, item)
@@ -113,10 +124,22 @@ def forest(report: Report) -> Forest | None:
         if item.difference is not None:
             low = item.difference if item.low is None else item.low
             high = item.difference if item.high is None else item.high
-            marks = Marks(place(low), round(place(high) - place(low), 3), place(item.difference))
+            marks = axis.marks(low, high, item.difference)
         rows.setdefault((item.benchmark, item.mode), []).append(ForestRow(item, is_deciding, p_holm, marks))
-    ticks = [Tick(place(number * step), _points(number * step)) for number in range(first, last + 1)]
-    return Forest([(*key, value) for key, value in rows.items()], ticks, place(0.0))
+    return Forest([(*key, value) for key, value in rows.items()], axis.ticks, axis.place(0.0))
+
+
+def difference_axis(lows: Sequence[float], highs: Sequence[float]) -> DifferenceAxis:
+    """An axis that holds all of these, and zero."""
+    low, high = min([*lows, -0.02]), max([*highs, 0.02])
+    step = nice_step(high - low, 5)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    start, length = first * step, (last - first) * step
+    ticks = [
+        Tick(round(100 * (number * step - start) / length, 3), _points(number * step))
+        for number in range(first, last + 1)
+    ]
+    return DifferenceAxis(start, length, ticks)
 
 
 def _points(value: float) -> str:
@@ -131,7 +154,7 @@ def ratio_charts(report: Report) -> list[Chart]:
         return []
     ratios = sorted({cut.ratio for cut in cuts})
     highest = max(cut.exact_normalized.high or cut.exact_normalized.value or 0.0 for cut in cuts)
-    step = _nice_step(max(highest, 0.02), 4)
+    step = nice_step(max(highest, 0.02), 4)
     top = step * math.ceil(max(highest, 0.02) / step - 1e-9)
 
     def x_of(value: float) -> float:
@@ -140,7 +163,7 @@ def ratio_charts(report: Report) -> list[Chart]:
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y_of(value: float) -> float:
-        return _y(value / top)
+        return height_of(value / top)
 
     x_ticks = [Tick(round(x_of(value), 2), wording.ratio(value)) for value in ratios]
     y_ticks = [
@@ -157,7 +180,7 @@ def ratio_charts(report: Report) -> list[Chart]:
             points = [_share_point(cut, summary.name, x_of(cut.ratio) + dodge, y_of) for cut in mine]
             if points:
                 style = _style(report, summary)
-                series.append(Series(summary.name, style, points, _polyline([(p.x, p.y) for p in points])))
+                series.append(Series(summary.name, style, points, polyline([(p.x, p.y) for p in points])))
         if series:
             charts.append(Chart(benchmark.name, mode, series, x_ticks, y_ticks))
     return charts
@@ -191,7 +214,7 @@ def run_charts(report: Report, items: Sequence[ItemResult]) -> list[Chart]:
         return LEFT + (math.log(value) / math.log(end)) * (WIDTH - LEFT - RIGHT)
 
     def y_of(share: float) -> float:
-        return _y(1 + math.log10(share) / decades)
+        return height_of(1 + math.log10(share) / decades)
 
     shown_ticks = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000]
     x_ticks = [Tick(round(x_of(value), 2), f"{value:,}") for value in shown_ticks if value <= end]
@@ -219,13 +242,13 @@ def _survival(values: list[int], x_of: Scale, y_of: Scale) -> str:
     share = 1.0
     for length in sorted({value for value in values if value > 0}):
         longer = 1 - bisect_left(values, length + 1) / len(values)
-        bottom = _y(0.0) if longer == 0 else y_of(longer)
+        bottom = height_of(0.0) if longer == 0 else y_of(longer)
         corners += [(x_of(length), y_of(share)), (x_of(length), bottom)]
         share = longer
     if len(corners) > _MOST_POINTS:
         stride = 2 * -(-len(corners) // _MOST_POINTS)
         corners = [corners[i] for i in range(len(corners)) if i % stride < 2 or i >= len(corners) - 2]
-    return _polyline(corners)
+    return polyline(corners)
 
 
 def _shown_sets(report: Report) -> Iterable[tuple[SetSummary, Mode, list[SetSummary]]]:
@@ -259,15 +282,17 @@ def item_map(items: Sequence[ItemResult]) -> dict[str, object]:
     }
 
 
-def _y(share: float) -> float:
+def height_of(share: float) -> float:
+    """From 0 at the bottom of a small chart to 1 at its top."""
     return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
 
 
-def _polyline(points: Sequence[tuple[float, float]]) -> str:
+def polyline(points: Sequence[tuple[float, float]]) -> str:
+    """An SVG path."""
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
 
 
-def _nice_step(length: float, most: int) -> float:
+def nice_step(length: float, most: int) -> float:
     """1, 2 or 5 times a power of ten, so that `most` steps or fewer cover `length`."""
     rough = length / most
     power: float = 10.0 ** math.floor(math.log10(rough))

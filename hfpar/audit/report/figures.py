@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from hfpar.audit.paired import CheckpointComparison
 from hfpar.audit.report import wording
 from hfpar.audit.report.storage import in_order, write_file
-from hfpar.audit.results import Comparison, Mode, Report, SetSummary
+from hfpar.audit.results import Comparison, Estimate, Mode, Report, SetSummary
 
 _BENCHMARK_COLOR = "#1f5fa8"
 _CONTROL_COLORS = ("#7b6f60", "#a2476a", "#4a7a4a", "#8a6d00", "#5c5c8a")
@@ -95,24 +97,21 @@ def draw_ratios(report: Report) -> Figure:
         for summary in wording.benchmarks(report)
         for mode in sorted({cut.mode for cut in summary.cuts})
     ]
-    columns = min(max(len(panels), 1), _COLUMNS)
-    rows = max(1, -(-len(panels) // columns))
-    size = (max(6.0, 4.2 * columns), 0.4 + 3.2 * rows)
-    figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    every = [axes for line in grid for axes in line]
+    figure, every = _panels(len(panels))
     if not panels:
         return _say(figure, every[0], "no benchmark was probed")
-    for axes in every[len(panels) :]:
-        axes.set_visible(False)
     for axes, (summary, mode) in zip(every, panels, strict=False):
         _draw_panel(axes, report, summary, mode)
     highest = max(
         (cut.exact_normalized.high or 0.0 for item in report.sets for cut in item.cuts), default=0.0
     )
     every[0].set_ylim(0, 1.05 * max(highest, 0.02))  # of all, which share it
-    for line in grid:
-        line[0].set_ylabel("exact completions", color=_INK, fontsize=9)
+    _add_legend(figure, every)
+    return figure
+
+
+def _add_legend(figure: Figure, every: Sequence[Axes]) -> None:
+    """One for all panels, below them."""
     found = {
         label: handle
         for axes in every
@@ -129,7 +128,6 @@ def draw_ratios(report: Report) -> Figure:
             labelcolor=_INK,
             fontsize=8.5,
         )
-    return figure
 
 
 def _draw_panel(axes: Axes, report: Report, summary: SetSummary, mode: Mode) -> None:
@@ -140,35 +138,80 @@ def _draw_panel(axes: Axes, report: Report, summary: SetSummary, mode: Mode) -> 
         is_benchmark = shown is summary
         style = 0 if is_benchmark else names.index(shown.name) % len(_CONTROL_COLORS)
         cuts = [cut for cut in shown.cuts if cut.mode == mode and cut.exact_normalized.value is not None]
-        values = [cut.exact_normalized.value or 0.0 for cut in cuts]
-        lows = [value - (cut.exact_normalized.low or 0.0) for value, cut in zip(values, cuts, strict=True)]
-        highs = [
-            (cut.exact_normalized.high or value) - value for value, cut in zip(values, cuts, strict=True)
-        ]
         color = _BENCHMARK_COLOR if is_benchmark else _CONTROL_COLORS[style]
-        axes.errorbar(
+        _draw_line(
+            axes,
             [cut.ratio + 0.006 * (number - len(controls) / 2) for cut in cuts],
-            values,
-            yerr=[[max(0.0, low) for low in lows], [max(0.0, high) for high in highs]],
+            [cut.exact_normalized for cut in cuts],
             color=color,
             linewidth=2 if is_benchmark else 1.2,
             linestyle="-" if is_benchmark else (0, (4, 3)),
             marker="o" if is_benchmark else _CONTROL_MARKERS[style],
             markersize=6 if is_benchmark else 5,
             markerfacecolor=color if is_benchmark else "white",
-            capsize=2.5,
-            elinewidth=1,
             label=_BENCHMARK_LABEL if is_benchmark else f"{shown.name} (control)",
-            clip_on=False,
             zorder=4 if is_benchmark else 3,
         )
     axes.set_xticks(ratios)
     axes.set_xlim(ratios[0] - 0.08, ratios[-1] + 0.08)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+    axes.set_xlabel("share of the text given", color=_INK, fontsize=9)
+    _finish(axes, f"{summary.name}, {wording.mode_name(mode)}" if wording.has_chat(report) else summary.name)
+
+
+def draw_trajectory(comparison: CheckpointComparison) -> Figure:
+    """Share of exact completions over the checkpoints, a panel for each set and mode."""
+    panels = list(dict.fromkeys((point.set, point.mode) for point in comparison.trajectory))
+    figure, every = _panels(len(panels))
+    if not panels:
+        return _say(figure, every[0], "nothing to compare")
+    highest = max(point.rate.high or 0.0 for point in comparison.trajectory)
+    every[0].set_ylim(0, 1.05 * max(highest, 0.02))  # of all, which share it
+    has_chat = any(mode == "chat" for _, mode in panels)
+    for axes, (name, mode) in zip(every, panels, strict=False):
+        mine = [point for point in comparison.trajectory if (point.set, point.mode) == (name, mode)]
+        for number, ratio in enumerate(sorted({point.ratio for point in mine})):
+            points = [point for point in mine if point.ratio == ratio and point.rate.value is not None]
+            _draw_line(
+                axes,
+                [comparison.checkpoints.index(point.checkpoint) + 0.03 * number for point in points],
+                [point.rate for point in points],
+                color=(_BENCHMARK_COLOR, *_CONTROL_COLORS)[number % 6],
+                marker=("o", *_CONTROL_MARKERS)[number % 6],
+                label=f"given {wording.ratio(ratio)}",
+            )
+        axes.set_xticks(range(len(comparison.checkpoints)), comparison.checkpoints, rotation=20, ha="right")
+        _finish(axes, f"{name}, {wording.mode_name(mode)}" if has_chat else name)
+    _add_legend(figure, every)
+    return figure
+
+
+def _panels(number: int) -> tuple[Figure, list[Axes]]:
+    """Axes that share the height, for so many panels; one where there is none."""
+    columns = min(max(number, 1), _COLUMNS)
+    rows = max(1, -(-number // columns))
+    size = (max(6.0, 4.2 * columns), 0.4 + 3.2 * rows)
+    figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    every = [axes for line in grid for axes in line]
+    for axes in every[max(number, 1) :]:
+        axes.set_visible(False)
+    for line in grid:
+        line[0].set_ylabel("exact completions", color=_INK, fontsize=9)
+    return figure, every
+
+
+def _draw_line(axes: Axes, x: Sequence[float], rates: Sequence[Estimate], **style: Any) -> None:
+    values = [rate.value or 0.0 for rate in rates]
+    lows = [max(0.0, value - (rate.low or 0.0)) for value, rate in zip(values, rates, strict=True)]
+    highs = [max(0.0, (rate.high or value) - value) for value, rate in zip(values, rates, strict=True)]
+    shown = {"linewidth": 1.6, "markersize": 5, **style}
+    axes.errorbar(x, values, yerr=[lows, highs], capsize=2.5, elinewidth=1, clip_on=False, **shown)
+
+
+def _finish(axes: Axes, title: str) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("share of the text given", color=_INK, fontsize=9)
-    title = f"{summary.name}, {wording.mode_name(mode)}" if wording.has_chat(report) else summary.name
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     _tidy(axes, "y")
 

@@ -16,19 +16,22 @@ def make_markdown(report: Report) -> str:
     """The report in GitHub's Markdown."""
     report = in_order(report)
     parts = [
-        f"# Contamination audit: {_text(report.model.name)}",
-        _text(wording.summary_sentence(report)),
-        *(f"> **Warning.** {_text(warning)}" for warning in report.warnings),
+        f"# Contamination audit: {markdown_text(report.model.name)}",
+        markdown_text(wording.summary_sentence(report)),
+        *(f"> **Warning.** {markdown_text(warning)}" for warning in report.warnings),
         *_verdicts(report),
         *_comparisons(report),
         *_exact(report),
         *_scores(report),
         *_others(report),
         "## What this audit cannot show",
-        "\n".join(f"- {_text(text)}" for text in report.limitations) or "- Nothing was said about it.",
+        "\n".join(f"- {markdown_text(text)}" for text in report.limitations)
+        or "- Nothing was said about it.",
         "## How it was made",
         _code(report.command),
-        _table(["what", "value"], [[_text(name), _text(value)] for name, value in facts(report)]),
+        markdown_table(
+            ["what", "value"], [[markdown_text(name), markdown_text(value)] for name, value in facts(report)]
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -41,8 +44,8 @@ def _verdicts(report: Report) -> list[str]:
         grades = [str(summary.grades.get(grade, 0)) if summary else "" for grade in wording.GRADES]
         rows.append(
             [
-                f"**{_text(verdict.benchmark)}**",
-                f"{wording.LEVEL_MARKS[verdict.level]} {_text(verdict.headline)}",
+                f"**{markdown_text(verdict.benchmark)}**",
+                f"{wording.LEVEL_MARKS[verdict.level]} {markdown_text(verdict.headline)}",
                 wording.p_value(verdict.p_holm),
                 *grades,
                 wording.percent(verdict.smallest_detectable_share),
@@ -51,8 +54,8 @@ def _verdicts(report: Report) -> list[str]:
     if not rows:
         return [*parts, "No benchmark was audited."]
     headings = ["benchmark", "verdict", "p, Holm", *wording.GRADES, "smallest detectable share"]
-    parts.append(_table(headings, rows, numbers=range(2, 7)))
-    parts += [f"**{_text(item.benchmark)}.** {_text(item.text)}" for item in report.verdicts]
+    parts.append(markdown_table(headings, rows, numbers=range(2, 7)))
+    parts += [f"**{markdown_text(item.benchmark)}.** {markdown_text(item.text)}" for item in report.verdicts]
     meanings = "; ".join(f"{grade}: {meaning}" for grade, meaning in wording.GRADES.items())
     return [*parts, f"Grades of items: {meanings}."]
 
@@ -66,13 +69,13 @@ def _comparisons(report: Report) -> list[str]:
         decides = test is not None and test.deciding_control == item.control
         rows.append(
             [
-                _text(item.benchmark),
+                markdown_text(item.benchmark),
                 wording.ratio(item.ratio),
                 wording.mode_name(item.mode),
-                _text(item.control) + (" ◆" if decides else ""),
+                markdown_text(item.control) + (" ◆" if decides else ""),
                 wording.share(item.rate),
                 wording.share(item.control_rate),
-                f"{wording.points(item.difference)} {_text(wording.interval(item.low, item.high))}".strip(),
+                f"{wording.points(item.difference)} {markdown_text(wording.interval(item.low, item.high))}".strip(),
                 "no power" if item.p_value is None else wording.p_value(item.p_value),
                 wording.p_value(test.p_holm) if decides and test is not None else "",
             ]
@@ -80,7 +83,7 @@ def _comparisons(report: Report) -> list[str]:
     headings = ["benchmark", "given", "prompt", "control", "exact", "control's", "difference", "p", "p, Holm"]
     return [
         "## Excess over controls",
-        _table(headings, rows, numbers=(1, *range(4, 9))),
+        markdown_table(headings, rows, numbers=(1, *range(4, 9))),
         "Exact completions beside those of controls with tails of the same length: difference with Newcombe's 95 % "
         "interval, exact stratified one-sided p. ◆ decides: the control with the largest p, corrected by Holm over "
         "all tests of the run.",
@@ -94,11 +97,11 @@ def _exact(report: Report) -> list[str]:
             quantiles = summary.longest_run_quantiles
             rows.append(
                 [
-                    _text(summary.name) + (" (control)" if summary.role == "control" else ""),
+                    markdown_text(summary.name) + (" (control)" if summary.role == "control" else ""),
                     wording.ratio(cut.ratio),
                     wording.mode_name(cut.mode),
                     wording.share(cut.exact_normalized),
-                    _text(wording.interval(cut.exact_normalized.low, cut.exact_normalized.high)),
+                    markdown_text(wording.interval(cut.exact_normalized.low, cut.exact_normalized.high)),
                     wording.percent(cut.exact.value),
                     wording.percent(cut.answer.value) if cut.answer else wording.NOTHING,
                     f"{quantiles.get('0.5', 0):g} / {quantiles.get('1', 0):g}",
@@ -116,7 +119,7 @@ def _exact(report: Report) -> list[str]:
         "longest run, median / most",
         "skipped",
     ]
-    return ["## Exact match", _table(headings, rows, numbers=(1, *range(3, 9)))] if rows else []
+    return ["## Exact match", markdown_table(headings, rows, numbers=(1, *range(3, 9)))] if rows else []
 
 
 def _scores(report: Report) -> list[str]:
@@ -126,10 +129,10 @@ def _scores(report: Report) -> list[str]:
     methods = table["methods"]
     rows = [
         [
-            *map(_text, names),
+            *map(markdown_text, names),
             *(
                 f"{scores[method].auc:.2f} "
-                f"{_text(wording.interval(scores[method].low, scores[method].high, ''))}"
+                f"{markdown_text(wording.interval(scores[method].low, scores[method].high, ''))}"
                 if method in scores
                 else wording.NOTHING
                 for method in methods
@@ -140,7 +143,7 @@ def _scores(report: Report) -> list[str]:
     headings = ["benchmark", "control", *(wording.SCORE_NAMES.get(method, method) for method in methods)]
     return [
         "## Log-probabilities (confounded by distribution)",
-        _table(headings, rows, numbers=range(2, len(headings))),
+        markdown_table(headings, rows, numbers=range(2, len(headings))),
         "Area under the ROC curve with DeLong's 95 % interval; 0.5 is chance. A benchmark that merely reads "
         "differently from its control moves these too: they count for no verdict.",
     ]
@@ -151,8 +154,8 @@ def _others(report: Report) -> list[str]:
     if report.intrusions:
         rows = [
             [
-                _text(item.benchmark),
-                _text(item.control),
+                markdown_text(item.benchmark),
+                markdown_text(item.control),
                 *(f"{number:,}" for number in (item.num_pairs, item.original_right, item.perturbed_right)),
                 wording.p_value(item.p_accuracy),
                 f"{item.original_answer_given:,}",
@@ -172,30 +175,33 @@ def _others(report: Report) -> list[str]:
             "the reverse",
             "p",
         ]
-        parts += ["## Intrusion", _table(headings, rows, numbers=range(2, 9))]
+        parts += ["## Intrusion", markdown_table(headings, rows, numbers=range(2, 9))]
     if report.orders:
         rows = [
             [
-                _text(item.benchmark),
+                markdown_text(item.benchmark),
                 str(item.num_shards),
                 str(item.num_permutations),
                 wording.p_value(item.p_value),
-                _text(item.note or ""),
+                markdown_text(item.note or ""),
             ]
             for item in report.orders
         ]
         headings = ["benchmark", "shards", "permutations of each", "p", "note"]
-        parts += ["## Order of the file", _table(headings, rows, numbers=range(1, 4))]
+        parts += ["## Order of the file", markdown_table(headings, rows, numbers=range(1, 4))]
     return parts
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+def markdown_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()
+) -> str:
+    """A table; `numbers` are the columns that are set to the right."""
     right = set(numbers)
     rule = ["---:" if column in right else "---" for column in range(len(headings))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rule, *rows])
 
 
-def _text(text: str) -> str:
+def markdown_text(text: str) -> str:
     """As it stands, on one line, whatever Markdown would make of it."""
     return " ".join(text.translate(_SPECIAL).split())
 

@@ -10,10 +10,10 @@ from dataclasses import MISSING, fields
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hfpar.audit.report import charts, wording
-from hfpar.audit.report.storage import in_order, names_in_order, plain
+from hfpar.audit.report.storage import in_order, plain
 from hfpar.audit.results import CutResult, ItemResult, Report
 from hfpar.train.progress import format_count, format_duration
 
@@ -58,7 +58,11 @@ def render(template: str, **context: Any) -> str:
     script = (here / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("hfpar.audit.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
     environment.globals.update(
@@ -69,7 +73,7 @@ def render(template: str, **context: Any) -> str:
         count=format_count,
         duration=format_duration,
     )
-    return environment.from_string((here / template).read_text(encoding="utf-8")).render(**context).lstrip()
+    return environment.get_template(template).render(**context).lstrip()
 
 
 def embedded(value: Any) -> str:
@@ -82,7 +86,7 @@ def embedded(value: Any) -> str:
 
 def score_table(report: Report) -> dict[str, Any]:
     """AUCs by benchmark and control (rows) and method (columns)."""
-    methods = names_in_order(
+    methods = wording.names_in_order(
         [name for name in wording.SCORE_NAMES if any(s.method == name for s in report.scores)]
     )
     methods += sorted({score.method for score in report.scores} - set(methods))

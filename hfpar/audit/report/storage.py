@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -194,8 +194,3 @@ def _checked(data: Any, where: str, is_good: bool, allowed: str) -> Any:
         shown = json.dumps(data)
         raise _BadValue(f"{where} is {shown if len(shown) <= 40 else shown[:37] + '...'}, not {allowed}")
     return data
-
-
-def names_in_order(names: Sequence[str]) -> list[str]:
-    """Names without repeats, as they first come."""
-    return list(dict.fromkeys(names))

@@ -28,9 +28,7 @@ def print_report(report: Report, folder: Path | None = None, console: Console | 
         console: instead of standard output.
     """
     report = in_order(report)
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
+    console = console or default_console()
     width = min(console.width, _WIDEST)
     console.print()
     console.print(Text.assemble("Contamination audit: ", (report.model.name, "bold")))
@@ -52,6 +50,14 @@ def print_report(report: Report, folder: Path | None = None, console: Console | 
         console.print("No benchmark was audited.")
     if folder is not None:
         console.print(Text.assemble("report: ", (str(Path(folder) / "report.html"), "bold")), soft_wrap=True)
+
+
+def default_console() -> Console:
+    """Standard output; wide enough for the tables where it is a file."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    return console
 
 
 def _title(verdict: Verdict) -> Text:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hfpar.audit.results import Comparison, Estimate, Level, Mode, RatioTest, Report, SetSummary
 
 NOTHING = "–"
@@ -46,6 +48,14 @@ def points(value: float | None) -> str:
         return NOTHING
     text = f"{100 * abs(value):.1f}"
     return f"{'' if text == '0.0' else '+' if value > 0 else MINUS}{text} pp"
+
+
+def signed(value: float | None) -> str:
+    """A change: `+0.31`."""
+    if value is None:
+        return NOTHING
+    text = f"{abs(value):.2f}"
+    return f"{'' if text == '0.00' else '+' if value > 0 else MINUS}{text}"
 
 
 def interval(low: float | None, high: float | None, unit: str = "%") -> str:
@@ -137,3 +147,8 @@ def summary_sentence(report: Report) -> str:
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def names_in_order(names: Iterable[str]) -> list[str]:
+    """Names without repeats, as they first come."""
+    return list(dict.fromkeys(names))
