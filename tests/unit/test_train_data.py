@@ -21,9 +21,18 @@ from hfpar.data.streaming import StreamLoader
 from hfpar.errors import BadRowsError, ConfigError, DataError
 from hfpar.models.tiny import build_tiny_model
 from hfpar.parallel.layout import Layout
-from hfpar.train.data import RunData, cache_folder, data_sources, make_loader, read_data, stop_token
+from hfpar.train.data import (
+    RunData,
+    cache_folder,
+    data_sources,
+    make_loader,
+    read_data,
+    stop_token,
+    warn_of_overlaps,
+)
 from hfpar.train.loop import Schedule
 from hfpar.train.model import ModelSource
+from hfpar.train.summary import dropped
 
 
 @pytest.fixture(scope="module")
@@ -275,3 +284,87 @@ def test_where_generation_is_to_stop(source: ModelSource) -> None:
     assert (
         stop_token([Sample([5, 6], [-100, 6])], source.tokenizer) is None
     )  # a word that all happen to end with
+
+
+# Benchmark items
+
+HELD = "A glassblower fills eleven crates with bottles, nine to a crate, and drops two of them on the way to town."
+
+
+@pytest.fixture
+def screened(tmp_path: Path, config: SFTConfig) -> SFTConfig:
+    """Rows of which 7 and 40 hold an item, in the data for evaluation, too."""
+    benchmark = tmp_path / "g.jsonl"
+    benchmark.write_text(json.dumps({"question": HELD, "answer": "#### 97"}) + "\n")
+    rows = [f"row {number} of many{' ' + HELD if number in (7, 40) else ''}" for number in range(60)]
+    data = tmp_path / "held.jsonl"
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return replace(
+        config,
+        dataset=str(data),
+        eval_dataset=str(data),
+        decontaminate_against="gsm8k",
+        benchmark_files={"gsm8k": str(benchmark)},
+    )
+
+
+def test_benchmark_items_are_told_of(
+    screened: SFTConfig, source: ModelSource, layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in ("made", "from the cache"):
+        data = read_data(screened, source, layout)
+        assert names(data.samples, source) == list(range(60))
+        assert data.report.counts == {"hold a benchmark item": 2}
+        caplog.clear()
+        warn_of_overlaps(screened, data, layout)
+        (line,) = caplog.messages
+        assert line.startswith(
+            "dataset: 2 of 60 rows hold a benchmark's item and are trained on (--decontaminate drop"
+        )
+        assert f"{screened.dataset}, line 8: question of gsm8k 0 (verbatim, 1.00); " in line
+    warn_of_overlaps(screened, data, Layout(rank=1, world_size=2))
+    assert len(caplog.messages) == 1
+
+
+def test_benchmark_items_are_left_out_but_of_eval_data(
+    screened: SFTConfig, source: ModelSource, layout: Layout
+) -> None:
+    read_data(screened, source, layout)  # what is cached by another setting is no matter
+    data = read_data(replace(screened, decontaminate="drop"), source, layout)
+    assert names(data.samples, source) == [number for number in range(60) if number not in (7, 40)]
+    assert names(data.eval_samples, source) == list(range(60))
+    assert (data.report.num_rows, data.report.counts) == (60, {"benchmark items": 2})
+    assert "2 with benchmark items" in dropped(data.report)
+
+
+def test_another_benchmark_is_another_key(screened: SFTConfig, source: ModelSource, layout: Layout) -> None:
+    screened = replace(screened, decontaminate="drop")
+    read_data(screened, source, layout)
+    Path(screened.benchmark_files["gsm8k"]).write_text(
+        json.dumps({"question": "Why?", "answer": "#### 1"}) + "\n"
+    )
+    assert len(read_data(screened, source, layout).samples) == 60
+
+
+def test_nothing_but_benchmark_items(screened: SFTConfig, source: ModelSource, layout: Layout) -> None:
+    Path(str(screened.dataset)).write_text(json.dumps({"text": HELD}) + "\n")
+    with pytest.raises(DataError, match="dataset: none of the 1 rows .* 1 hold a benchmark's item"):
+        read_data(replace(screened, decontaminate="drop", eval_dataset=None), source, layout)
+
+
+def test_streamed_rows_are_left_out_alike(screened: SFTConfig, source: ModelSource, layout: Layout) -> None:
+    config = replace(screened, decontaminate="drop", streaming=True, streaming_window=30, max_steps=1)
+    data = read_data(config, source, layout)
+    assert data.windows is not None
+    read = [names(data.windows.read(window), source) for window in range(3)]
+    first = [number for number in range(30) if number != 7]
+    assert read == [first, [number for number in range(30, 60) if number != 40], first]
+    assert data.windows.report.counts["benchmark items"] == 3
+    plain = read_data(replace(config, decontaminate="warn"), source, layout)
+    assert plain.windows is not None
+    assert plain.windows.fingerprint != data.windows.fingerprint
+
+
+def test_a_benchmark_that_cannot_be_read(screened: SFTConfig, source: ModelSource, layout: Layout) -> None:
+    with pytest.raises(DataError, match="^decontaminate_against: .*no.jsonl: no such file$"):
+        read_data(replace(screened, benchmark_files={"gsm8k": "no.jsonl"}), source, layout)
