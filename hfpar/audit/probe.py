@@ -1,4 +1,4 @@
-"""The probe: from texts with cuts to what the model makes of each, by a forward pass, and generation where it counts."""
+"""The probe: what the model makes of texts with cuts, by a forward pass, and by generation where it counts."""
 
 from __future__ import annotations
 
