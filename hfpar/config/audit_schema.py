@@ -42,7 +42,7 @@ class AuditConfig:
     builtin_controls: str | list[str] = "perturbed,random_calculation"
     """Controls that hfpar makes itself: perturbed copies of the benchmark's own items, and arithmetic problems; none
     for neither."""
-    num_control_items: int = 300
+    num_control_items: int = 400
     """Items of each control that hfpar makes, per benchmark."""
     max_items: int | None = None
     """Only so many items of each benchmark, spread evenly over its file."""
