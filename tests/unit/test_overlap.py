@@ -126,6 +126,9 @@ def test_numbers_changed_is_no_verbatim_copy(index: BenchmarkIndex) -> None:
     (hit,) = find(index, ORCHARD.replace("14", "41").replace("23", "32").replace("37", "73"))
     assert (hit.item.item_id, hit.kind) == ("0", "long_run")
     assert hit.num_words == 16
+    (hit,) = find(index, ORCHARD.replace("37", "73"))
+    assert hit.kind == "long_run"
+    assert hit.score > 0.95
 
 
 def test_half_of_it_is_a_long_run(index: BenchmarkIndex) -> None:
@@ -154,6 +157,7 @@ def test_where_the_match_is(index: BenchmarkIndex) -> None:
 
 def test_other_texts_are_no_hits(index: BenchmarkIndex) -> None:
     assert find(index, "How many pear trees does a gardener need for the garden behind the old mill?") == []
+    assert find(index, "Simplify $\\sqrt{4563}$ quickly by hand.") == []
     assert find(index, "First simplify $\\sqrt{4563}$ quickly by hand.") == []
     assert find(index, "") == index.find([RowText((), "")])[0] == []
 

@@ -182,10 +182,14 @@ class BenchmarkIndex:
             candidates.setdefault(row, {})[part] = True
         hits: list[list[Hit]] = [[] for _ in rows]
         for row, parts in candidates.items():
-            ids = words.of_row(row)
-            hits[row] = _best(
-                hit for part, has_runs in parts.items() if (hit := self._compare(ids, part, has_runs))
+            seen = _SeenRow(
+                words.of_row(row).tolist(),
+                self.open_numbers(words.of_row(row)).tolist(),
+                words.within_row(row, found.positions),
+                words.within_row(row, near.positions),
             )
+            compared = (self._compare(seen, part, has_runs) for part, has_runs in parts.items())
+            hits[row] = _best(hit for hit in compared if hit is not None)
         for row in np.unique(words.row_of_word[self._short.positions(words.ids)]).tolist():
             short = [
                 self._hit(
@@ -206,21 +210,21 @@ class BenchmarkIndex:
         """Words with all numbers alike."""
         return np.where(self._is_number[ids], NUMBER, ids)
 
-    def _compare(self, ids: np.ndarray, number: int, has_runs: bool) -> Hit | None:
+    def _compare(self, row: _SeenRow, number: int, has_runs: bool) -> Hit | None:
         part = self.parts[number]
-        found = self._compare_runs(ids.tolist(), part) if has_runs else None
+        found = self._compare_runs(row, part) if has_runs else None
         if found is not None or part.field != "question" or len(part.ids) < NEAR_WORDS:
             return found
-        return self._compare_loosely(self.open_numbers(ids).tolist(), part)
+        return self._compare_loosely(row, part)
 
-    def _compare_runs(self, row: list[int], part: Part) -> Hit | None:
-        runs = common_runs(row, part.ids, self.min_words)
+    def _compare_runs(self, row: _SeenRow, part: Part) -> Hit | None:
+        runs = common_runs(row.ids, part.ids, self.min_words, row.starts)
         coverage = cover(runs, self._is_telling(self.runs, part.ids), self.min_words)
         run = coverage.longest
         if run is None:
             return None
-        has_numbers = not self._is_number[np.array(part.ids)[coverage.left_out]].any()
-        is_verbatim = coverage.share >= VERBATIM_SHARE and has_numbers
+        is_number_left_out = self._is_number[np.array(part.ids)[coverage.left_out]].any()
+        is_verbatim = coverage.share >= VERBATIM_SHARE and not is_number_left_out
         is_long = coverage.telling_words >= LONG_RUN_WORDS
         if part.field == "solution" and coverage.share < SOLUTION_SHARE:
             is_long = False
@@ -235,13 +239,13 @@ class BenchmarkIndex:
             (run.part_start, run.part_start + run.num_words),
         )
 
-    def _compare_loosely(self, row: list[int], part: Part) -> Hit | None:
-        anchors = positions_of(row, part.open_ids, _NEAR_SIZE)
+    def _compare_loosely(self, row: _SeenRow, part: Part) -> Hit | None:
+        anchors = positions_of(row.open_ids, part.open_ids, _NEAR_SIZE, row.open_starts)
         if not anchors:
             return None
         telling = spread(self._is_telling(self.near_runs, part.open_ids), _NEAR_SIZE)
         telling &= np.array(part.open_ids) != NUMBER
-        found = align(row, part.open_ids, anchors)
+        found = align(row.open_ids, part.open_ids, anchors)
         common = found.common & telling
         similarity = int(common.sum()) / max(1, int(telling.sum()))
         num_long = int((common & self._is_long_word[part.open_ids]).sum())
@@ -281,6 +285,20 @@ class RowWords:
     def of_row(self, row: int) -> np.ndarray:
         """The words of one row."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
+
+    def within_row(self, row: int, positions: np.ndarray) -> list[int]:
+        """Those of sorted positions that lie in a row, counted from its beginning."""
+        begin, end = np.searchsorted(positions, self.starts[row : row + 2])
+        return (positions[begin:end] - self.starts[row]).tolist()
+
+
+class _SeenRow(NamedTuple):
+    """A row's words, and where in them a benchmark's runs begin."""
+
+    ids: list[int]
+    open_ids: list[int]
+    starts: list[int]
+    open_starts: list[int]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,38 +39,45 @@ class Alignment(NamedTuple):
     row_end: int
 
 
-def common_runs(row: Sequence[int], part: Sequence[int], size: int) -> list[Run]:
-    """All longest runs of at least `size` words, the row's in order."""
-    where: dict[tuple[int, ...], list[int]] = {}
-    for start in range(len(part) - size + 1):
-        where.setdefault(tuple(part[start : start + size]), []).append(start)
+def common_runs(
+    row: Sequence[int], part: Sequence[int], size: int, starts: Iterable[int] | None = None
+) -> list[Run]:
+    """All longest runs of at least `size` words, the row's in order.
+
+    Args:
+        row: its words.
+        part: a text's.
+        size: words of the shortest run.
+        starts: where in the row a run of `size` may begin, in order; anywhere by default.
+    """
     runs: list[Run] = []
     ends: dict[int, int] = {}
-    for start in range(len(row) - size + 1):
-        for part_start in where.get(tuple(row[start : start + size]), ()):
-            diagonal = start - part_start
-            if ends.get(diagonal, -1) > start:
-                continue  # inside a run that is known
-            length = size
-            while (
-                start + length < len(row)
-                and part_start + length < len(part)
-                and row[start + length] == part[part_start + length]
-            ):
-                length += 1
-            ends[diagonal] = start + length - size + 1
-            runs.append(Run(start, part_start, length))
+    for start, part_start in positions_of(row, part, size, starts):
+        diagonal = start - part_start
+        if ends.get(diagonal, -1) > start:
+            continue  # inside a run that is known
+        length = size
+        while (
+            start + length < len(row)
+            and part_start + length < len(part)
+            and row[start + length] == part[part_start + length]
+        ):
+            length += 1
+        ends[diagonal] = start + length - size + 1
+        runs.append(Run(start, part_start, length))
     return runs
 
 
-def positions_of(row: Sequence[int], part: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Where (in the row, in the text) runs of `size` words begin that both have."""
+def positions_of(
+    row: Sequence[int], part: Sequence[int], size: int, starts: Iterable[int] | None = None
+) -> list[tuple[int, int]]:
+    """Where (in the row, in the text) runs of `size` words begin that both have; as `common_runs` otherwise."""
     where: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(part) - size + 1):
         where.setdefault(tuple(part[start : start + size]), []).append(start)
     return [
         (start, part_start)
-        for start in range(len(row) - size + 1)
+        for start in (range(len(row) - size + 1) if starts is None else starts)
         for part_start in where.get(tuple(row[start : start + size]), ())
     ]
 
@@ -120,11 +128,13 @@ def align(row: Sequence[int], part: Sequence[int], anchors: Sequence[tuple[int, 
     diagonals = sorted(row_start - part_start for row_start, part_start in anchors)
     slack = max(4, size // 4)
     best = max(
-        range(len(diagonals)),
-        key=lambda index: sum(abs(diagonals[index] - other) <= slack for other in diagonals),
+        diagonals,
+        key=lambda diagonal: (
+            bisect_right(diagonals, diagonal + slack) - bisect_left(diagonals, diagonal - slack)
+        ),
     )
-    start = max(0, diagonals[best] - slack)
-    window = row[start : diagonals[best] + size + slack]
+    start = max(0, best - slack)
+    window = row[start : best + size + slack]
     common = np.zeros(size, dtype=bool)
     blocks = [block for block in LCSseq.opcodes(window, part) if block.tag == "equal"]
     for block in blocks:
