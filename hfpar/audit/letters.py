@@ -34,6 +34,7 @@ def find_letters(text: str) -> Iterator[tuple[int, int]]:
         return
     outside = _MATH.sub(" ", text)
     named_outside = set("".join(re.findall(r"\b[A-Z]{1,4}\b", outside))) - {"A", "I"}
+    named_outside |= set(re.findall(r"(?<=[a-z,] )A\b", outside))  # within a sentence it's no article
     for region in _MATH.finditer(text):
         blank = _NO_LETTERS.sub(lambda match: " " * len(match[0]), region[0])
         for run in _RUN.finditer(blank):

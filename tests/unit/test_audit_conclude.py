@@ -258,6 +258,8 @@ def test_holm_goes_over_benchmarks_ratios_and_modes():
         ("two", 0.6),
     ]
     assert tests[0].p_holm == pytest.approx(4 * tests[0].p_value)
+    (alone,) = conclude.test_ratios(comparisons[:1])
+    assert alone.smallest_detectable_share < tests[0].smallest_detectable_share
     first, second = conclude.conclude(sets, items, comparisons, tests)
     assert (first.level, second.level) == ("some", "none")
     chat = {name: many(name, 250, 9 if name == "own" else 0, mode="chat") for name in ("own", "two", "new")}
@@ -326,15 +328,19 @@ def test_intrusion_counts_each_original_once_and_both_directions():
     originals = [answered("own", n, "5" if n < 8 else "6" if n == 8 else None, n < 8) for n in range(10)]
     copies = [answered("new", n, "5" if n < 4 else "6", n >= 4, pair_id=str(n)) for n in range(9)]
     copies += [answered("new", 100, "6", True, pair_id="0"), answered("new", 101, "5", True, pair_id="1")]
+    copies += [answered("new", 104 + n, "6", True, pair_id="2") for n in range(5)]
     copies += [answered("new", 102, "5", False, pair_id="nowhere"), item("new", 103, pair_id="2")]
     right = {str(n): "5" for n in range(10)}
-    theirs = {str(n): "6" for n in range(100)} | {"100": "5", "101": "5", "102": "6", "103": "6"}
+    theirs = {str(n): "6" for n in range(120)} | {"100": "5", "101": "5", "102": "6", "103": "6"}
     found = find_intrusion("own", "new", originals, copies, right, theirs, lambda one, other: one == other)
     assert found.num_pairs == 9
-    assert (found.original_right, found.perturbed_right) == (8, 5)
-    assert (found.original_answer_given, found.perturbed_answer_given) == (4, 1)
-    assert found.p_intrusion == pytest.approx(stats.binomtest(4, 5, 0.5, "greater").pvalue)
-    assert found.p_accuracy == pytest.approx(stats.binomtest(4, 5, 0.5).pvalue)
+    assert found.original_right == 8
+    assert found.perturbed_answer_given == 1
+    given = found.original_answer_given
+    assert given in (3, 4)  # by which of the copies of 2 was chosen
+    assert found.perturbed_right == 9 - given
+    assert found.p_intrusion == pytest.approx(stats.binomtest(given, given + 1, 0.5, "greater").pvalue)
+    assert found.p_accuracy == pytest.approx(stats.binomtest(given, given + 1, 0.5).pvalue)
     assert find_intrusion("own", "new", originals, [], right, theirs, lambda one, other: True) is None
     same = find_intrusion("own", "new", originals, copies, right, theirs, lambda one, other: True)
     assert same is None

@@ -82,6 +82,11 @@ def test_what_a_number_cannot_change_in_stays(text):
         assert re.findall(r"\d+", copy) == re.findall(r"\d+", text)
 
 
+def test_a_number_does_not_become_one_that_stays():
+    text = "Let $z^3$ be a cube. In the end there are $2$ of them."
+    assert {re.findall(r"\d", changed(text, seed))[1] for seed in range(20)} == {"4"}
+
+
 def test_latex_stays_whole():
     text = r"Find $\frac{1}{2} + \frac34 \cdot 5x^2 - \sqrt7$ where $y\leq15$ and $\left(\frac{11}{9}, 8\right)$."
     for seed in range(20):
@@ -146,6 +151,19 @@ def test_variables_change_only_where_nothing_else_late_does(seed):
     assert "$x$ and $y$" in changed(with_number, seed) and changed(with_number, seed) != with_number
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In the figure $A$ lies on $BC$. [asy] label(A); [/asy]",
+        r"What are $e$ and $i$, and $\int d$?",
+        "Here the point A lies on $A$, and AB is a line in which $B$ lies.",
+        "Give the line as $y = mx + b$.",
+    ],
+)
+def test_letters_that_stay(text):
+    assert changed(text) == text
+
+
 def test_spans_say_what_was_changed():
     text = "Otto bought 12 eggs and 30 plums."
     copy = perturb(text, random.Random(3))
@@ -186,6 +204,11 @@ def test_copies_are_paired_deterministic_and_of_what_can_change():
     assert first.items[0].question != own.items[0].question
     one = perturbed_copies(own, 1, 7)
     assert len(one.items) == 1 and one.items[0] in first.items
+
+
+def test_a_copy_is_no_item_of_the_benchmark():
+    own = benchmark(*(f"There are {number} hens in this barn and {number} ducks." for number in range(2, 10)))
+    assert perturbed_copies(own, None, 0).items == ()
 
 
 def test_a_small_benchmark_has_several_copies_of_each_item():

@@ -239,6 +239,11 @@ def test_strata_cover_what_both_groups_have():
     assert all(min(item.total, item.control_total) >= 10 for item in strata)
 
 
+def test_the_last_few_join_the_stratum_before_them():
+    (only,), unmatched = stratify([9] * 50 + [30] * 5, [False] * 55, [9] * 50 + [30] * 50, [True] * 100)
+    assert (only.low, only.high, only.total, only.control_total, unmatched) == (9, 30, 55, 100, 0)
+
+
 def test_strata_need_some_of_both_groups():
     assert stratify([9] * 50, [False] * 50, [9] * 3, [False] * 3) == ([], 50)
     assert stratify([], [], [9], [True]) == ([], 0)
