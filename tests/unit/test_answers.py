@@ -10,6 +10,9 @@ from hfpar.audit.answers.latex import MAX_LENGTH
 from hfpar.audit.answers.parse import parse
 
 EQUAL = [
+    (r"2\frac{3}{2}", "3"),
+    ("2x+y<3", "4x+2y<6"),
+    ("2x+y<3", "6>2y+4x"),
     ("5000000", "5 million"),
     ("24", "2 dozen eggs"),
     ("5", r"\text{the area} = 5"),
@@ -187,6 +190,10 @@ EQUAL = [
     ("1", "1=1"),
 ]
 DIFFERENT = [
+    ("12", "3 4"),
+    ("2x+y<3", "-2x-y<-3"),
+    ("2x+y<3", r"2x+y \le 3"),
+    ("19_8", "019_8"),
     ("5", "5 million"),
     ("5", "xy=5"),
     ("5", "less than 5"),
