@@ -370,6 +370,9 @@ def change(data, path, value):
             "sets[0].cuts[1].exact.total is 1.5, not a whole number",
         ),
         (["sets"], {}, "sets is {}, not a list"),
+        (["model"], [], "model is [], not an object"),
+        (["versions"], [], "versions is [], not an object"),
+        (["sets", 0, "grades", "A"], True, "sets[0].grades.A is true, not a whole number"),
     ],
 )
 def test_a_bad_report_is_one_line_that_says_where(tmp_path, path, value, said, run):
@@ -679,6 +682,7 @@ def test_a_map_has_a_cell_for_each_item_in_the_order_of_the_file():
         (0.0004, "0.04 %"),
         (0.00001, "< 0.01 %"),
         (0.00994, "0.99 %"),
+        (0.0312, "3.1 %"),
         (0.9999, "100.0 %"),
     ],
 )
@@ -864,3 +868,6 @@ def test_the_summary_takes_the_clearest_change_of_the_last_checkpoint(comparison
         f"orchard: {wording.points(best.difference)} from {wording.ratio(best.ratio)} of the text"
     )
     assert "brookside: no item changed" in text
+    # However clear a change on the way was.
+    sooner = [replace(rate, p_holm=1e-30) if rate.second == "step-100" else rate for rate in comparison.rates]
+    assert summarize_changes(replace(comparison, rates=sooner)) == text
