@@ -11,6 +11,8 @@ import numpy as np
 from hfpar.data.overlap.words import UNKNOWN
 
 _BITS = 22
+_MANY = 256
+"""So many positions are looked through faster than sorted out."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -88,6 +90,13 @@ class GramTable:
         other = copy.copy(self)
         other.has_weight = self.has_weight & ~is_template
         return other
+
+    def starts(self, found: FoundGrams, ids: Sequence[int]) -> list[int]:
+        """Where in a row a text's runs may begin; in a long row, where they do."""
+        if len(found.positions) <= _MANY:
+            return found.positions.tolist()
+        own = self.find(np.array(ids)).grams
+        return found.positions[np.isin(found.grams, own)].tolist()
 
     def pairs(self, found: FoundGrams, row_of_word: np.ndarray, num_parts: int) -> Pairs:
         """Rows and texts that have runs of weight in common.

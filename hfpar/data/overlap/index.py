@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hfpar.data.benchmarks import Benchmark, BenchmarkItem
-from hfpar.data.overlap.grams import GramTable, find_families, hash_runs
+from hfpar.data.overlap.grams import FoundGrams, GramTable, find_families, hash_runs
 from hfpar.data.overlap.score import align, common_runs, cover, positions_of, spread
 from hfpar.data.overlap.short import ShortTexts
 from hfpar.data.overlap.words import NUMBER, Vocabulary, split_words
@@ -185,8 +185,8 @@ class BenchmarkIndex:
             seen = _SeenRow(
                 words.of_row(row).tolist(),
                 self.open_numbers(words.of_row(row)).tolist(),
-                words.within_row(row, found.positions),
-                words.within_row(row, near.positions),
+                words.within_row(row, found),
+                words.within_row(row, near),
             )
             compared = (self._compare(seen, part, has_runs) for part, has_runs in parts.items())
             hits[row] = _best(hit for hit in compared if hit is not None)
@@ -218,7 +218,7 @@ class BenchmarkIndex:
         return self._compare_loosely(row, part)
 
     def _compare_runs(self, row: _SeenRow, part: Part) -> Hit | None:
-        runs = common_runs(row.ids, part.ids, self.min_words, row.starts)
+        runs = common_runs(row.ids, part.ids, self.min_words, self.runs.starts(row.found, part.ids))
         coverage = cover(runs, self._is_telling(self.runs, part.ids), self.min_words)
         run = coverage.longest
         if run is None:
@@ -240,7 +240,9 @@ class BenchmarkIndex:
         )
 
     def _compare_loosely(self, row: _SeenRow, part: Part) -> Hit | None:
-        anchors = positions_of(row.open_ids, part.open_ids, _NEAR_SIZE, row.open_starts)
+        anchors = positions_of(
+            row.open_ids, part.open_ids, _NEAR_SIZE, self.near_runs.starts(row.near, part.open_ids)
+        )
         if not anchors:
             return None
         telling = spread(self._is_telling(self.near_runs, part.open_ids), _NEAR_SIZE)
@@ -286,19 +288,19 @@ class RowWords:
         """The words of one row."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
 
-    def within_row(self, row: int, positions: np.ndarray) -> list[int]:
-        """Those of sorted positions that lie in a row, counted from its beginning."""
-        begin, end = np.searchsorted(positions, self.starts[row : row + 2])
-        return (positions[begin:end] - self.starts[row]).tolist()
+    def within_row(self, row: int, found: FoundGrams) -> FoundGrams:
+        """Those that lie in a row, counted from its beginning."""
+        begin, end = np.searchsorted(found.positions, self.starts[row : row + 2])
+        return FoundGrams(found.positions[begin:end] - self.starts[row], found.grams[begin:end])
 
 
 class _SeenRow(NamedTuple):
-    """A row's words, and where in them a benchmark's runs begin."""
+    """A row's words, and which of the benchmarks' runs are where in them."""
 
     ids: list[int]
     open_ids: list[int]
-    starts: list[int]
-    open_starts: list[int]
+    found: FoundGrams
+    near: FoundGrams
 
 
 @dataclass(frozen=True)
