@@ -14,10 +14,10 @@ _NO_LETTERS = re.compile(
     r"\\(?:text|mathrm|textbf|textit|mbox|operatorname|emph|begin|end)\*?\{[^{}]*\}(?:\{[clr|]+\})?|\\[A-Za-z]+"
 )
 _RUN = re.compile(r"[A-Za-z]+")
-_LEFT_ALONE = frozenset("deiIO")
-"""Differentials, Euler's number, the imaginary unit, and what reads as 1 and 0."""
 _UNITS = frozenset("cm mm km kg ml dx dy dt lb ft mi".split())
 _FAMILIES = ("xyztuvw", "abcpqrs", "mnkjhl", "fgh", "ABCDEFGH", "MNPQRSTUVWXYZKL")
+"""Without d (differentials), e, i, and what reads as 0 and 1."""
+_CHANGEABLE = frozenset("".join(_FAMILIES))
 _SEQUENCES = {
     "xyztuvw": ("uvw", "tuv", "yzw", "pqr", "zwt", "stu"),
     "abcpqrs": ("pqr", "bcd", "rst", "uvw", "hkl", "mnp"),
@@ -42,7 +42,7 @@ def find_letters(text: str) -> Iterator[tuple[int, int]]:
             if word in _UNITS or (len(word) > 2 and not word.isupper()):
                 continue
             for place, letter in enumerate(word, region.start() + run.start()):
-                if letter not in _LEFT_ALONE and letter not in named_outside:
+                if letter in _CHANGEABLE and letter not in named_outside:
                     yield place, place + 1
 
 

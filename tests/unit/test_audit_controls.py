@@ -162,6 +162,7 @@ def test_variables_change_only_where_nothing_else_late_does(seed):
 )
 def test_letters_that_stay(text):
     assert changed(text) == text
+    assert last_change(text) == 0
 
 
 def test_spans_say_what_was_changed():
