@@ -193,7 +193,7 @@ class Probe:
         alone = [index for index, one in enumerate(judged) if one.near_tie and not by_generation]
         settled = list(judged)
         # A near tie may fall either way in the company of others.
-        for group in [several, *([index] for index in alone)]:
+        for group in filter(None, [several, *([index] for index in alone)]):
             for index, found in zip(group, self._generate([tails[i] for i in group]), strict=True):
                 settled[index] = replace(found, near_tie=judged[index].near_tie)
         return settled

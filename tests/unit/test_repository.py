@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hfpar.config.audit_schema import AuditConfig
 from hfpar.config.schema import SFTConfig
 
 if sys.version_info >= (3, 11):
@@ -21,7 +22,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAX_FILE_LINES = 420
 MAX_FUNCTION_LINES = 65
 MAY_READ_THE_ENVIRONMENT = {"hfpar/accelerator.py", "hfpar/cli.py", "hfpar/demo.py", "hfpar/launch.py"}
-MODULE_OF = {"pyyaml": "yaml", "flash-attn": "flash_attn"}
+MODULE_OF = {"pyyaml": "yaml", "flash-attn": "flash_attn", "math-verify": "math_verify"}
 
 
 def relative(path: Path) -> str:
@@ -32,12 +33,10 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def readers_of_the_config() -> list[Path]:
+def readers_of_the_config(names: tuple[str, ...]) -> list[Path]:
     outside = [path for path in PACKAGE if path.parent.name != "config"]
     paths = [*outside, *sorted((ROOT / "sft").glob("*.py"))]
-    return [
-        path for path in paths if "SFTConfig" in path.read_text() or "parse_sft_config" in path.read_text()
-    ]
+    return [path for path in paths if any(name in path.read_text() for name in names)]
 
 
 def read_settings(paths: list[Path]) -> set[str]:
@@ -55,12 +54,22 @@ def read_settings(paths: list[Path]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def settings_read() -> set[str]:
-    return read_settings(readers_of_the_config())
+    return read_settings(readers_of_the_config(("SFTConfig", "parse_sft_config")))
+
+
+@pytest.fixture(scope="module")
+def audit_settings_read() -> set[str]:
+    return read_settings(readers_of_the_config(("AuditConfig",)))
 
 
 @pytest.mark.parametrize("name", list(vars(SFTConfig())))
 def test_every_setting_is_read(settings_read, name):
     assert name in settings_read, f"nothing outside hfpar/config reads config.{name}"
+
+
+@pytest.mark.parametrize("name", list(vars(AuditConfig())))
+def test_every_setting_of_an_audit_is_read(audit_settings_read, name):
+    assert name in audit_settings_read, f"nothing outside hfpar/config reads config.{name}"
 
 
 @pytest.mark.parametrize("folder", ["sft", "eval", "accelerate_configs", "tests", "benchmarks"])
