@@ -126,7 +126,7 @@ def align(row: Sequence[int], part: Sequence[int], anchors: Sequence[tuple[int, 
 
     size = len(part)
     diagonals = sorted(row_start - part_start for row_start, part_start in anchors)
-    slack = max(4, size // 4)
+    slack = max(8, size // 2)
     best = max(
         diagonals,
         key=lambda diagonal: (
