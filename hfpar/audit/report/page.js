@@ -49,7 +49,7 @@
   const collator = new Intl.Collator("en", { numeric: true });
   const hasSeveralSets = new Set(items.map((item) => item.set)).size > 1;
   const columns = [
-    { name: "item", label: "Item", width: cutNames.length < 5 ? "15%" : null, value: (item) => item.item_id, cell: idCell },
+    { name: "item", label: "Item", width: cutNames.length > 4 ? null : items.some((item) => item.item_id.length > 16) ? "20%" : "14%", value: (item) => item.item_id, cell: idCell },
     hasSeveralSets && { name: "set", label: "Set", width: "13%", small: true, value: (item) => item.set, cell: (item) => item.set },
     { name: "grade", label: "Grade", width: "64px", value: (item) => (GRADE_ORDER[item.grade] || 0) * 1e6 + item.longest_run, cell: gradeCell },
     { name: "run", label: "Longest run", width: "150px", value: (item) => item.longest_run, cell: runCell },
@@ -304,7 +304,7 @@
   matchMedia("(max-width: 640px)").addEventListener("change", draw);
   find();
   if (!followAddress()) {
-    state.open = state.found.find((item) => item.grade) || null;
+    state.open = state.found[0] || null;
     draw();
   }
 })();

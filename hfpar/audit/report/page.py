@@ -130,7 +130,11 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {report.versions[name]}" for name in sorted(report.versions))),
         (
             "settings",
-            ", ".join(f"{name}: {_shown(report.settings[name])}" for name in sorted(report.settings)),
+            ", ".join(
+                f"{name}: {_shown(report.settings[name])}"
+                for name in sorted(report.settings)
+                if report.settings[name] is not None
+            ),
         ),
     ]
     return [(name, value) for name, value in rows if value]
