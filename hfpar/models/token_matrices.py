@@ -88,10 +88,12 @@ class TokenMatrix:
         for _, run in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
             numbers = [row for _, row in run]
             parts.append(self.read_stored(numbers[0], numbers[-1] + 1).float())
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, self.width)
 
     def read_stored(self, start: int, stop: int) -> Tensor:
-        """Rows one after another, in the dtype that they are stored in."""
+        """Rows one after another, in the dtype that they are stored in; the caller's own."""
         return self.source.read(self.found, WeightPart(self.like, None, 0, slice(start, stop)))
 
     def chunks(self, most_numbers: int = _CHUNK_NUMBERS) -> Iterator[tuple[int, Tensor]]:

@@ -200,7 +200,9 @@ def _measure(
         own = rows.norm(dim=1)
         norms[start : start + len(rows)] = own.numpy()
         usable = torch.from_numpy(ordinary[start : start + len(rows)]) & torch.isfinite(own)
-        total += rows[usable].sum(dim=0, dtype=torch.float64)
+        if not torch.isfinite(own).all():
+            rows[~torch.isfinite(own)] = 0
+        total += usable.to(rows.dtype) @ rows
         num_summed += int(usable.sum())
     present = [token for token in tokens if token < size]
     judged = judge(matrix, present, tokenizer)
@@ -243,7 +245,8 @@ def find_neighbors(model: Model, tokens: list[int], count: int) -> dict[int, lis
     ids = torch.empty(len(asked), 0, dtype=torch.long)
     numbers = min(_MOST_PRODUCTS, _MOST_PRODUCTS // len(asked) * measured.matrix.width)
     for start, rows in measured.matrix.chunks(max(numbers, measured.matrix.width)):
-        cosines = queries @ torch.nn.functional.normalize(rows - measured.center).T
+        rows -= measured.center
+        cosines = (queries @ rows.T) / rows.norm(dim=1).clamp_min(torch.finfo(rows.dtype).tiny)
         allowed = torch.from_numpy(usable[start : start + len(rows)])
         cosines[:, ~allowed] = -torch.inf
         for place, token in enumerate(asked):

@@ -32,9 +32,9 @@ class ChangedMatrix(TokenMatrix):
     """[V, H], where more was trained than single rows."""
 
     def read_stored(self, start: int, stop: int) -> Tensor:
-        """Rows one after another."""
+        """Rows one after another; the caller's own."""
         if self.whole is not None:
-            return self.whole[start:stop]
+            return self.whole[start:stop].clone()
         values = super().read_stored(start, stop)
         changed = [row for row in range(start, stop) if row in self.rows] if self.rows else []
         for row in changed:

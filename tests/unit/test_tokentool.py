@@ -169,6 +169,7 @@ def test_ordinary_tokens_that_were_never_trained(healthy, tmp_path, capsys):
     start = by_text(report)["<|im_start|>"]
     assert start["matrices"]["embedding"]["untrained"] == "rows that aren't finite"
     assert start["neighbors"] is None
+    assert len(by_text(report)["<|im_end|>"]["neighbors"]) == 3
     assert report["models"][0]["matrices"]["embedding"]["ordinary"]["mean_norm"] < 10
 
 
@@ -224,6 +225,7 @@ def test_neighbors_are_the_nearest_of_all(healthy, tmp_path, monkeypatch, capsys
 
     def change(weights: Weights) -> None:
         weights[EMBEDDING][PAD] = 0
+        weights[EMBEDDING][-2:] = weights[EMBEDDING][[START, END]]
 
     folder = alter(healthy, tmp_path / "model", change, num_padding=40)
     rows = load_file(folder / "model.safetensors")[EMBEDDING]
@@ -287,9 +289,13 @@ def test_of_many_tokens_those_that_matter_are_shown(healthy, tmp_path, capsys):
         weights[EMBEDDING][-1] = 0
 
     folder = alter(healthy, tmp_path / "model", change, added=texts)
+    with (folder / "chat_template.jinja").open("a") as template:
+        template.write("<extra_57>{% if tools %}<extra_58>{% endif %}")
     findings = find(Request(str(folder)))
     assert len(findings.listed) == MOST_LISTED and findings.num_left_out == 63 - MOST_LISTED
-    assert {"<|im_start|>", "<|im_end|>", "<|pad|>", "<extra_59>"} <= set(findings.listed)
+    assert {"<|im_start|>", "<|im_end|>", "<|pad|>", "<extra_57>", "<extra_58>", "<extra_59>"} <= set(
+        findings.listed
+    )
     assert main([str(folder)]) == 0
     assert "23 more special and added tokens; --all shows them." in capsys.readouterr().out
     tokens = by_text(look(folder, capsys=capsys))
@@ -315,8 +321,8 @@ def pair(healthy, tmp_path_factory) -> tuple[Path, Path]:
         rows[3:] += 1e-3 * torch.randn_like(rows[3:])
         rows[-1] = -rows[-1]
 
-    base = alter(healthy, folder / "base", spoil, added=("<call>",))
-    instruct = alter(healthy, folder / "instruct", train, added=("<x>", "<call>"), num_padding=3)
+    base = alter(healthy, folder / "base", spoil, added=("<call>", "<b>"))
+    instruct = alter(healthy, folder / "instruct", train, added=("<b>", "<x>", "<call>"), num_padding=3)
     return base, instruct
 
 
@@ -326,7 +332,7 @@ def test_what_was_trained_in_between(pair, capsys):
     first, second = (load_file(folder / "model.safetensors")[EMBEDDING] for folder in pair)
     sizes = comparison["tokens"]
     assert sizes[1] == sizes[0] + 1 and comparison["tokens_in_both"] == sizes[0]
-    assert comparison["tokens_in_both_with_same_id"] == sizes[0] - 1  # <call> has moved
+    assert comparison["tokens_in_both_with_same_id"] == sizes[0] - 2  # two have moved
     matrix = comparison["matrices"]["embedding"]
     pairs = {pair["text"]: pair for pair in matrix["tokens"]}
     assert {text: pair["change"] for text, pair in pairs.items()} == {
@@ -334,13 +340,15 @@ def test_what_was_trained_in_between(pair, capsys):
         "<|im_start|>": "taught",
         "<|im_end|>": "taught",
         "<call>": "moved",
+        "<b>": "moved",
         "<x>": None,
     }
     assert pairs["<|im_end|>"]["cosine"] is None and pairs["<|im_end|>"]["distance"] == 1
-    call = first[pairs["<call>"]["ids"][0]], second[pairs["<call>"]["ids"][1]]
-    assert pairs["<call>"]["cosine"] == pytest.approx(float(torch.cosine_similarity(*call, dim=0)), rel=1e-4)
+    for text in ("<call>", "<b>"):
+        rows = first[pairs[text]["ids"][0]], second[pairs[text]["ids"][1]]
+        assert pairs[text]["cosine"] == pytest.approx(float(torch.cosine_similarity(*rows, dim=0)), rel=1e-4)
     assert pairs["<x>"]["ids"] == [None, sizes[1] - 2]
-    ordinary = slice(3, sizes[0] - 1)
+    ordinary = slice(3, sizes[0] - 2)
     distances = (first - second[: len(first)]).norm(dim=1)[ordinary] / torch.maximum(
         first.norm(dim=1), second[: len(first)].norm(dim=1)
     )[ordinary]
@@ -348,6 +356,30 @@ def test_what_was_trained_in_between(pair, capsys):
     assert matrix["median_distance"] == pytest.approx(float(np.median(distances)), rel=1e-4)
     back = look(pair[1], "--compare", pair[0], capsys=capsys)["comparison"]["matrices"]["embedding"]["tokens"]
     assert {p["text"]: p["change"] for p in back}["<|im_end|>"] == "untaught"
+
+
+def test_copies_that_only_noise_told_apart_were_not_taught(healthy, tmp_path, capsys):
+    def base(weights: Weights) -> None:
+        weights[EMBEDDING][-3:-1] = weights[EMBEDDING][-1]
+
+    def trained(weights: Weights) -> None:
+        base(weights)
+        torch.manual_seed(5)
+        weights[EMBEDDING] += 2e-3 * torch.randn_like(weights[EMBEDDING])
+        weights[EMBEDDING][-1] = weights[EMBEDDING][-1].flip(0)
+
+    texts = ("<a>", "<b>", "<c>")
+    folders = [
+        alter(healthy, tmp_path / name, change, added=texts)
+        for name, change in (("base", base), ("trained", trained))
+    ]
+    report = look(folders[0], "--compare", folders[1], capsys=capsys)
+    assert by_text(report)["<a>"]["matrices"]["embedding"]["untrained"] == "copies of other tokens"
+    assert by_text(report, 1)["<a>"]["matrices"]["embedding"]["untrained"] is None
+    changes = {
+        token["text"]: token["change"] for token in report["comparison"]["matrices"]["embedding"]["tokens"]
+    }
+    assert [changes[text] for text in texts] == ["as others", "as others", "taught"]
 
 
 def test_a_table_of_two_models(pair, capsys):
