@@ -105,9 +105,10 @@ def test_cover_counts_what_tells() -> None:
 
 
 def test_align_takes_the_best_place() -> None:
-    found = align([5, 6, 0, 0, 0, 0, 0, 0, 5, 6, 7, 0, 8], [5, 6, 7, 8], [(0, 0), (8, 0), (9, 1)])
+    row = [5, 6, *[0] * 20, 5, 6, 7, 0, 8, *[0] * 20]
+    found = align(row, [5, 6, 7, 8], [(0, 0), (22, 0), (23, 1)])
     assert found.common.tolist() == [True] * 4
-    assert (found.row_start, found.row_end) == (8, 13)
+    assert (found.row_start, found.row_end) == (22, 27)
 
 
 # Kinds
