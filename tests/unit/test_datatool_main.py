@@ -47,7 +47,9 @@ def test_an_empty_path_is_refused():
         read_config(Arguments(paths=[""]))
 
 
-@pytest.mark.parametrize("words", [["--help"], ["check", "--help"], ["show", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["check", "--help"], ["show", "--help"], ["decontaminate", "--help"]]
+)
 def test_help_loads_nothing_heavy(words):
     code = (
         "import sys\nfrom hfpar.datatool.main import main\n"
