@@ -705,7 +705,7 @@ row.jsonl, line 1 (index 0), format prompt_completion: 1 sample
             ["show", "row.jsonl", "row.jsonl", "--line", "1", "--model_name_or_path", "m"],
             "--line: 1 of which of the 2 files? name one, or use --index",
         ),
-        (["shwo", "row.jsonl"], "data: shwo; there are check, show; did you mean show?"),
+        (["shwo", "row.jsonl"], "data: shwo; there are check, show, decontaminate; did you mean show?"),
     ],
 )
 def test_mistakes_end_with_one_line(hfpar_data, words, message):
