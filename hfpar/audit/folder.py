@@ -52,7 +52,11 @@ class AuditFolder:
         """
         self.path = folder_of(config)
         self._lock: FileLock | None = None
-        on_main(layout, lambda: self._claim(config, hashes))
+        try:
+            on_main(layout, lambda: self._claim(config, hashes))
+        except ConfigError:
+            self.release()
+            raise
 
     def _claim(self, config: AuditConfig, hashes: Sequence[str]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,10 @@ class AuditFolder:
                 f"output_dir: {self.path} is in use by another audit; wait for it, or choose another folder"
             ) from None
         self._lock = lock
-        mine: dict[str, object] = {"fingerprint": fingerprint(config, hashes), "settings": plain_settings(config)}
+        mine: dict[str, object] = {
+            "fingerprint": fingerprint(config, hashes),
+            "settings": plain_settings(config),
+        }
         path = self.path / AUDIT_FILE
         found = _read(path)
         if config.overwrite or found is None:

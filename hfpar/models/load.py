@@ -90,14 +90,22 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remo
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model_name_or_path: {folder} has no usable tokenizer: {first_line(error)}"
-        ) from error
+        reason = first_line(error) if _has_tokenizer_files(folder) else "it has no tokenizer.json"
+        raise ConfigError(f"model_name_or_path: {folder} has no usable tokenizer: {reason}") from error
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        # Transformers makes one without words where a folder has no files of one.
+        raise ConfigError(f"model_name_or_path: {folder} has no usable tokenizer: it has no tokenizer.json")
     if chat_template is not None:
         is_token = "<|im_end|>" in tokenizer.get_vocab()
         close_with_eos = not is_token and bool(tokenizer.eos_token)
         tokenizer.chat_template = resolve_chat_template(chat_template, close_with_eos=close_with_eos)
     return tokenizer
+
+
+def _has_tokenizer_files(folder: Path) -> bool:
+    return any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    )
 
 
 def weights_dtype(name: str, config: PretrainedConfig) -> torch.dtype:

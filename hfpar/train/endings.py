@@ -104,9 +104,9 @@ def _say(ending: Ending, rank: int) -> None:
 
 
 def _store() -> Any:
-    """The store through which the ranks met; None before they have."""
+    """The store through which the ranks met; None before they have, and for a rank alone."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_initialized():
+    if torch is None or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
     return torch.distributed.distributed_c10d._get_default_store()
 

@@ -274,7 +274,8 @@ def test_other_texts_and_a_reference_model(case: Case, tmp_path: Path) -> None:
     report, items = read(tmp_path / "run")
     assert {row["method"] for row in report["scores"]} >= {"reference", "loss"}
     [intrusion] = report["intrusions"]
-    assert intrusion["num_pairs"] >= 0.9 * NUM_ITEMS and intrusion["original_right"] >= 0.7 * NUM_SEEN
+    assert intrusion["num_pairs"] >= 0.9 * NUM_ITEMS
+    assert all(item["own_answer_right"] is not None for item in items)
     [order] = report["orders"]
     assert order["num_shards"] == NUM_ITEMS // 8 and 0 < order["p_value"] <= 1
     pairs = {item["item_id"]: item["pair_id"] for item in items if item["set"] == "mine"}
