@@ -8,12 +8,14 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 
 from hfpar import __version__
 from hfpar.audit.answers import answers_equal, gold_answer
 from hfpar.audit.conclude import compare, conclude, test_ratios
 from hfpar.audit.familiarity import compare_scores, find_intrusion
 from hfpar.audit.limitations import limitations
+from hfpar.audit.report import print_report, write_report
 from hfpar.audit.results import (
     SCHEMA_VERSION,
     Intrusion,
@@ -112,3 +114,27 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def notes(num_items: int, num_done: int, num_too_long: int) -> list[str]:
+    """What the report says of how the run went.
+
+    Args:
+        num_items: of all sets.
+        num_done: of them, those that an earlier run of the same audit had finished.
+        num_too_long: of them, those that don't fit into the model's context.
+    """
+    found = []
+    if num_too_long:
+        found.append(f"{num_too_long} texts are longer than the model's context, and weren't read")
+    if num_done:
+        found.append(f"{num_done} of {num_items} items are from an earlier, stopped run of the same audit")
+    return found
+
+
+def publish(
+    folder: Path, report: Report, items: Mapping[str, Sequence[ItemResult]], sets: Sequence[AuditSet]
+) -> None:
+    """Write the report's files, and print it."""
+    write_report(folder, report, [item for one in sets for item in items[one.name]])
+    print_report(report, folder)

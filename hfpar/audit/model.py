@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hfpar.attention import interface
 from hfpar.audit.results import ModelInfo
+from hfpar.config.audit_schema import AuditConfig
 from hfpar.config.engine import DDPSettings
 from hfpar.errors import ConfigError, first_line
 from hfpar.exporting.run import ADAPTER_CONFIG, open_run
@@ -42,6 +43,18 @@ class ModelSettings:
     dtype: str = "auto"
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
+
+
+def model_settings(config: AuditConfig) -> ModelSettings:
+    """What the config says of the audited model."""
+    assert config.model_name_or_path is not None
+    return ModelSettings(
+        config.model_name_or_path,
+        config.base,
+        config.dtype,
+        config.attn_implementation,
+        config.trust_remote_code,
+    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,16 @@ def open_model(settings: ModelSettings) -> Iterator[ModelSource]:
             run.adapter if own else run.base,
             choice,
         )
+
+
+def fetch_model(settings: ModelSettings) -> None:
+    """Download what is missing. For one rank, before the others look.
+
+    Raises:
+        ConfigError: as `open_model`.
+    """
+    with open_model(settings):
+        pass
 
 
 @dataclass(frozen=True)

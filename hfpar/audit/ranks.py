@@ -1,0 +1,73 @@
+"""How the ranks of an audit share its items, and what they say meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from hfpar.audit.probe import PlannedItem
+from hfpar.audit.results import ItemResult, item_from_dict
+from hfpar.audit.store import LineStore
+from hfpar.data.packing import pack
+from hfpar.parallel.layout import Layout
+from hfpar.train.checkpoint import on_main
+
+
+@dataclass(frozen=True)
+class Say:
+    """Lines for the user, from one rank."""
+
+    is_main: bool
+
+    def __call__(self, text: str) -> None:
+        """Print one."""
+        if self.is_main:
+            print(text, flush=True)
+
+
+def gather(value: Any, layout: Layout) -> list[Any]:
+    """Every rank's value, on every rank."""
+    if layout.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def batches_of(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Texts that are read in one pass, the same whatever the number of ranks; a longer one stands alone."""
+    long = [[index] for index, length in enumerate(lengths) if length > budget]
+    short = [index for index, length in enumerate(lengths) if length <= budget]
+    return [*long, *([short[i] for i in group] for group in pack([lengths[i] for i in short], budget))]
+
+
+def collect(store: LineStore, planned: Sequence[PlannedItem], layout: Layout) -> dict[str, list[ItemResult]]:
+    """Every rank's results, brought together in the order of the sets, on every rank; rank 0 writes them."""
+    part = LineStore(store.folder, store.name).part(layout.rank)
+    mine = part.read_text(encoding="utf-8").splitlines() if part.is_file() else []
+    texts = [text for lines in gather(mine, layout) for text in lines]
+    found = {} if layout.rank else store.read()
+    found = gather(found, layout)[0]
+    for text in texts:
+        line = json.loads(text)
+        found.setdefault((line["set"], line["item_id"]), line)
+    lines = [found[item.key] for item in planned]
+    on_main(layout, lambda: store.write(lines))
+    store.drop_part(layout.rank)
+    items: dict[str, list[ItemResult]] = {}
+    for line in lines:
+        items.setdefault(line["set"], []).append(item_from_dict(line))
+    return items
+
+
+@contextlib.contextmanager
+def progress(total: int, what: str, is_main: bool) -> Iterator[Callable[[int], object]]:
+    """A bar over items, on one rank; call what it gives with how many more are done."""
+    with tqdm(total=total, desc=what, unit="item", disable=None if is_main else True) as shown:
+        yield shown.update
