@@ -129,7 +129,8 @@ def test_lines_of_a_stopped_run_are_brought_together(tmp_path: Path) -> None:
         file.write('{"set": "s", "item_id": "e", "val')
     assert set(store.collect()) == {("s", key) for key in "abcd"}
     assert not list(tmp_path.glob(".*")) and len(store.path.read_text().splitlines()) == 4
-    store.append(lines("a", "f"), rank=0)  # what is there already isn't replaced
+    store.append([{**lines("a")[0], "value": "another"}, *lines("f")], rank=0)
+    assert store.read()["s", "a"]["value"] == "aa"  # what is there already isn't replaced
     assert [key_of(line)[1] for line in store.read().values()] == ["a", "b", "c", "d", "f"]
     store.drop_part(0)
     assert len(store.read()) == 4
