@@ -12,7 +12,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -21,12 +21,12 @@ Conversation = dict[str, list[dict[str, str]]]
 
 _EVAL_SHARE = 10  # one problem text in this many is held out
 
-_NAMES = (
+NAMES = (
     "Ada Ben Chloe David Emma Felix Grace Hugo Iris Jack Kira Leo Maya Noah Olga Paul Rosa Sam Tara Umar "
     "Vera Will Yara Zoe Anna Bruno Clara Dario Elsa Finn Gina Henry Ivan Julia Karl Lena Mila Nora Otto Lucy"
 ).split()
 
-_THINGS = (
+THINGS = (
     "apples pears plums lemons eggs cookies stamps coins cards books pens shells stones stickers marbles "
     "buttons balloons tickets flowers candles cups keys toys boxes seeds"
 ).split()
@@ -117,14 +117,20 @@ def write_demo_data(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = folder / "train.jsonl", folder / "eval.jsonl"
-    _write_jsonl(train, generate_conversations(num_train, seed, "train"))
-    _write_jsonl(held_out, generate_conversations(num_eval, seed, "eval"))
+    write_jsonl(train, generate_conversations(num_train, seed, "train"))
+    write_jsonl(held_out, generate_conversations(num_eval, seed, "eval"))
     return train, held_out
 
 
-def _write_jsonl(path: Path, rows: Iterable[Conversation]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write rows as lines of JSON; the file appears whole."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears whole."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -136,8 +142,8 @@ def _split_of(question: str) -> Split:
 def _problem(rng: random.Random) -> tuple[str, str]:
     story = rng.choice((_join, _take_away, _groups, _share))
     templates, a, b, sign, result = story(rng)
-    name, other = rng.sample(_NAMES, 2)
-    question = rng.choice(templates).format(name=name, other=other, things=rng.choice(_THINGS), a=a, b=b)
+    name, other = rng.sample(NAMES, 2)
+    question = rng.choice(templates).format(name=name, other=other, things=rng.choice(THINGS), a=a, b=b)
     return question, f"{a} {sign} {b} = {result}. The answer is {result}."
 
 

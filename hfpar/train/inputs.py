@@ -22,7 +22,7 @@ def with_demo_assets(config: SFTConfig, layout: Layout) -> SFTConfig:
     return replace(
         config,
         model_name_or_path=str(assets.model),
-        dataset=str(assets.train_data),
+        dataset=[str(assets.train_data), str(assets.planted_data)],
         eval_dataset=str(assets.eval_data),
     )
 

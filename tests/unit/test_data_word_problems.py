@@ -66,7 +66,7 @@ def test_extract_answer(text: str, answer: str | None) -> None:
 
 
 def test_more_problems_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, values in {"_NAMES": ["Ada", "Ben"], "_THINGS": ["pens"]}.items():
+    for name, values in {"NAMES": ["Ada", "Ben"], "THINGS": ["pens"]}.items():
         monkeypatch.setattr(word_problems, name, values)
     with pytest.raises(ValueError, match=r"only \d+ of 1000 distinct eval problems"):
         generate_conversations(1000, 0, "eval")
