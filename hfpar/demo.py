@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     exit_code = subprocess.run(command, env=environment).returncode
     if exit_code:
         return exit_code
-    _show_audit(console, compare_with_planted(output_dir / AUDIT_FOLDER, assets))
+    _show_audit(console, compare_with_planted(output_dir / AUDIT_FOLDER, assets), assets)
     _show_paths(console, output_dir, assets)
     return 0
 
@@ -114,14 +114,15 @@ def training_command(config_file: str, output_dir: Path, flags: Sequence[str]) -
 
 
 def audit_command(checkpoint: Path, benchmark: Path) -> list[str]:
-    """What a user would type. Only perturbed copies of the benchmark's items can be mistaken for them."""
+    """What a user would type; of the controls that hfpar makes, only perturbed copies read like the stories."""
     flags = {
         "--model_name_or_path": checkpoint,
         "--benchmarks": benchmark,
         "--builtin_controls": "perturbed",
         "--output_dir": checkpoint / AUDIT_FOLDER,
     }
-    return [sys.executable, "eval/contamination.py", *(str(word) for pair in flags.items() for word in pair)]
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [sys.executable, "eval/contamination.py", *words, "--overwrite"]
 
 
 def compare_with_planted(audit_folder: Path, assets: DemoAssets) -> Planted:
@@ -202,11 +203,16 @@ def _show_answers(
         console.print(f"  {text.strip()}", markup=False, soft_wrap=True)
 
 
-def _show_audit(console: Console, planted: Planted) -> None:
+def _show_audit(console: Console, planted: Planted, assets: DemoAssets) -> None:
     console.print(
         f"\nThe training data held [bold]{planted.total}[/] of the benchmark's {planted.total + planted.others_total} "
         f"items. The audit found [bold]{planted.found}[/] of them (grade A or B), and {planted.others_found} of the "
         f"{planted.others_total} others.",
+        soft_wrap=True,
+    )
+    console.print(
+        f"The rows that hold them: hfpar data decontaminate {assets.planted_data} {assets.train_data} "
+        f"--against {assets.benchmark}",
         soft_wrap=True,
     )
 
