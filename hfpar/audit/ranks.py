@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from hfpar.audit.probe import PlannedItem
 from hfpar.audit.results import ItemResult, item_from_dict
 from hfpar.audit.store import LineStore
+from hfpar.audit.summarize import without_shared_runs
 from hfpar.data.packing import pack
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
@@ -48,7 +49,10 @@ def batches_of(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def collect(store: LineStore, planned: Sequence[PlannedItem], layout: Layout) -> dict[str, list[ItemResult]]:
-    """Every rank's results, brought together in the order of the sets, on every rank; rank 0 writes them."""
+    """Every rank's results, brought together in the order of the sets, on every rank; rank 0 writes them.
+
+    Grades are settled here, where an item's text can be held against the others of its set.
+    """
     part = LineStore(store.folder, store.name).part(layout.rank)
     mine = part.read_text(encoding="utf-8").splitlines() if part.is_file() else []
     texts = [text for lines in gather(mine, layout) for text in lines]
@@ -57,12 +61,12 @@ def collect(store: LineStore, planned: Sequence[PlannedItem], layout: Layout) ->
     for text in texts:
         line = json.loads(text)
         found.setdefault((line["set"], line["item_id"]), line)
-    lines = [found[item.key] for item in planned]
-    on_main(layout, lambda: store.write(lines))
-    store.drop_part(layout.rank)
     items: dict[str, list[ItemResult]] = {}
-    for line in lines:
-        items.setdefault(line["set"], []).append(item_from_dict(line))
+    for item in planned:
+        items.setdefault(item.set, []).append(item_from_dict(found[item.key]))
+    items = {name: without_shared_runs(results) for name, results in items.items()}
+    on_main(layout, lambda: store.write([asdict(result) for results in items.values() for result in results]))
+    store.drop_part(layout.rank)
     return items
 
 

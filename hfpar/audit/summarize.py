@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from hfpar.audit.results import CutResult, CutSummary, Estimate, Grade, ItemResult, Mode, Role, SetSummary
 from hfpar.audit.statistics import mean, share
-from hfpar.audit.text import count_words
+from hfpar.audit.text import count_words, normalize
 
 Kind = Literal["benchmark", "perturbed", "random_calculation", "file"]
 A_RATIO, B_RATIO = 0.4, 0.6
@@ -48,13 +48,19 @@ def grade(item: ItemResult) -> Grade | None:
     tokens of running text in a row are each the model's first choice. C: from a prefix the right answer is reached
     without completing the problem; a guess does that, too.
     """
-    probed = [cut for cut in item.cuts if cut.skipped is None]
-    hits = [cut for cut in probed if is_hit(cut)]
+    found = _evidence_but_runs(item) or ("B" if _has_long_run(item) else None)
+    return found or ("C" if _is_answered(item) else None)
+
+
+def _evidence_but_runs(item: ItemResult) -> Grade | None:
+    hits = [cut for cut in item.cuts if is_hit(cut)]
     if any(cut.ratio <= A_RATIO + 1e-9 and cut.tail_words >= A_WORDS for cut in hits):
         return "A"
-    if any(cut.ratio <= B_RATIO + 1e-9 for cut in hits) or _has_long_run(item):
-        return "B"
-    return "C" if any(cut.answer_right for cut in probed if not is_hit(cut)) else None
+    return "B" if any(cut.ratio <= B_RATIO + 1e-9 for cut in hits) else None
+
+
+def _is_answered(item: ItemResult) -> bool:
+    return any(cut.answer_right for cut in item.cuts if cut.skipped is None and not is_hit(cut))
 
 
 def _has_long_run(item: ItemResult) -> bool:
@@ -63,6 +69,42 @@ def _has_long_run(item: ItemResult) -> bool:
     start, end = item.longest_run_span
     run = item.text[start:end]
     return "[asy]" not in item.text[:end] and count_words(run) >= B_RUN_WORDS
+
+
+def without_shared_runs(items: Sequence[ItemResult]) -> list[ItemResult]:
+    """One set's items, graded again where grade B rests on a run of words that another item has, too.
+
+    Benchmarks have items that begin or end alike. A model that has seen one of them is at home in the other, so that a
+    stretch of 12 words or more that both have tells nothing of either; what else there is of the run must be long
+    enough. Copies of the same original don't count as others.
+    """
+    doubtful = [item for item in items if item.grade == "B" and _evidence_but_runs(item) is None]
+    if not doubtful:
+        return list(items)
+    owners: dict[tuple[str, ...], set[str]] = {}
+    for item in items:
+        for words in _stretches(normalize(item.text).split()):
+            owners.setdefault(words, set()).add(item.pair_id or item.item_id)
+    weak = {item.item_id for item in doubtful if _is_shared(item, owners)}
+    return [
+        replace(item, grade="C" if _is_answered(item) else None) if item.item_id in weak else item
+        for item in items
+    ]
+
+
+def _stretches(words: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(words[start : start + B_RUN_WORDS]) for start in range(len(words) - B_RUN_WORDS + 1)]
+
+
+def _is_shared(item: ItemResult, owners: Mapping[tuple[str, ...], set[str]]) -> bool:
+    """Whether too little of the run is left without the stretches that are another item's, too."""
+    start, end = item.longest_run_span
+    words = normalize(item.text[start:end]).split()
+    shared: set[int] = set()
+    for first, stretch in enumerate(_stretches(words)):
+        if owners.get(stretch, set()) - {item.pair_id or item.item_id}:
+            shared.update(range(first, first + B_RUN_WORDS))
+    return bool(shared) and len(words) - len(shared) < B_RUN_WORDS
 
 
 def cuts_of(items: Iterable[ItemResult]) -> list[tuple[float, Mode]]:
