@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -94,8 +96,9 @@ def run_decontaminate(
 
     sources = data_sources(config.dataset)
     files = find_files("dataset", sources)
-    targets = _targets(output, list_file, files, config)
+    _targets(output, list_file, _paths(files, config))  # before benchmarks are fetched
     benchmarks = benchmarks_of(config)
+    targets = _targets(output, list_file, _paths(files, config, benchmarks))
     result = Decontamination(benchmarks)
     index = BenchmarkIndex(benchmarks, min_words)
     with ExitStack() as stack:
@@ -113,10 +116,17 @@ def run_decontaminate(
     return 0
 
 
-def _targets(
-    output: str | None, list_file: str | None, files: Sequence[Sequence[DataFile]], config: SFTConfig
-) -> dict[str, Path]:
-    inputs = [file.path for found in files for file in found] + list((config.benchmark_files or {}).values())
+def _paths(
+    files: Sequence[Sequence[DataFile]], config: SFTConfig, benchmarks: Sequence[Benchmark] = ()
+) -> list[str]:
+    """What is read, and so not to be replaced; data of a benchmark's YAML may be named by a pattern."""
+    own = [*(config.benchmark_files or {}).values(), *(benchmark.source for benchmark in benchmarks)]
+    expanded = [os.path.expanduser(path) for path in own]
+    matches = [match for path in expanded for match in glob.glob(path, recursive=True)]
+    return [file.path for found in files for file in found] + expanded + matches
+
+
+def _targets(output: str | None, list_file: str | None, inputs: Sequence[str]) -> dict[str, Path]:
     given = {"output": output, "list": list_file}
     targets = {flag: check_target(flag, path, inputs) for flag, path in given.items() if path is not None}
     if len(targets) == 2 and targets["output"].resolve() == targets["list"].resolve():

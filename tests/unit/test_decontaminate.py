@@ -188,6 +188,19 @@ def test_what_is_refused(
     assert not list(tmp_path.glob(".*partial"))
 
 
+@pytest.mark.parametrize("where", ["bench.jsonl", "ben*.jsonl"])
+def test_the_data_of_a_benchmark_described_by_yaml_stays(
+    tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_bytes(odd_line(chat(SHIP)))
+    Path("own.yaml").write_text(f"name: own\npath: {where}\nfields: {{question: problem}}\n")
+    before = Path("bench.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"^--output: bench\.jsonl is read, too; name another file$"):
+        main(["decontaminate", "d.jsonl", "--against", "own.yaml", "--output", "bench.jsonl"])
+    assert Path("bench.jsonl").read_bytes() == before
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text("before")

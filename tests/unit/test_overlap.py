@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -68,7 +69,8 @@ def only(index: BenchmarkIndex, *texts: str) -> tuple[str, str]:
         (r"\left( \sin x \right) \cdot \text{feet}", "sin x feet"),
         ("ﬁne “ＡＢＣ”", "fine abc"),
         (r"\begin{align*} x &= 2 \end{align*}", "x 2"),
-        ("[asy]\ndraw((0,0)--(1,1));\n[/asy] area", "area"),
+        ("[asy]\ndraw((0,0)--(1,1)); x[0] = 3;\n[/asy] area", "area"),
+        ("[asy] one [asy] two [/asy] three", "asy one three"),
         ("面积是3", "面 积 是 3"),
     ],
 )
@@ -77,6 +79,12 @@ def test_words(text: str, words: str) -> None:
     vocabulary = Vocabulary([words.split()])
     ids, starts = vocabulary.encode([text, "x"])
     assert ids[: starts[1]].tolist() == [*vocabulary.ids(words.split()), 0]
+
+
+def test_figures_without_an_end_cost_no_more_than_their_length() -> None:
+    before = time.process_time()
+    assert len(split_words("[asy] draw " * 30_000)) == 60_000
+    assert time.process_time() - before < 10
 
 
 @pytest.mark.parametrize("text", ["Two words", "ﬁne ½ straße", "groẞe x", "two ŉ three ﬃ"])

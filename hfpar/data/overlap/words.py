@@ -19,7 +19,7 @@ NUMBER = 1
 _LAYOUT = -1
 
 _NUMBER = r"\d+(?:(?:,\\!|\{,\}|,)\d{3}(?!\d))*"
-_LATEX = r"\\(?:begin|end)\s*\{[a-z]*\*?\}|\\[a-z]+|\[asy\].*?\[/asy\]"
+_LATEX = r"\\(?:begin|end)\s*\{[a-z]*\*?\}|\\[a-z]+|\[asy\](?:[^\[]|\[(?!/?asy\]))*\[/asy\]"
 _ASCII_TOKEN = re.compile(rf"[a-z]+|{_NUMBER}|{_LATEX}", re.DOTALL)
 _CHARACTER = r"\u3040-\u30ff\u3400-\u9fff"
 _TOKEN = re.compile(rf"[^\W\d_{_CHARACTER}]+|{_NUMBER}|{_LATEX}|[{_CHARACTER}]", re.DOTALL)
