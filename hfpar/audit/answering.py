@@ -11,7 +11,7 @@ from hfpar.audit.results import CutResult, ItemResult
 from hfpar.audit.summarize import grade
 from hfpar.data.benchmarks import AnswerKind
 
-_NEXT = "\nQuestion:"
+NEXT_QUESTION = "\nQuestion:"
 """With this a model that goes on begins a question of its own."""
 
 
@@ -22,7 +22,7 @@ def question_prompt(question: str) -> str:
 
 def is_answered(text: str) -> bool:
     """Whether the model has gone on to another question."""
-    return _NEXT in text
+    return NEXT_QUESTION in text
 
 
 def judge_answers(
@@ -58,6 +58,6 @@ def with_own_answer(result: ItemResult, planned: PlannedItem, written: str, kind
     """A result with what the model answered to the whole question."""
     gold = gold_answer(planned.item, kind)
     assert gold is not None
-    answer = extract_answer(written.partition(_NEXT)[0], kind)
+    answer = extract_answer(written.partition(NEXT_QUESTION)[0], kind)
     right = answer is not None and answers_equal(gold, answer, kind)
     return replace(result, own_answer=answer, own_answer_right=right)

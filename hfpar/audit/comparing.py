@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfpar.accelerator import Launch
+from hfpar.audit.backends import audit
 from hfpar.audit.paired import compare_checkpoints
 from hfpar.audit.report import print_comparison, read_report, write_comparison
 from hfpar.audit.report.storage import REPORT_JSON
 from hfpar.audit.results import ItemResult, Report, item_from_dict
-from hfpar.audit.run import run_audit
 from hfpar.config.audit_schema import AuditConfig
 from hfpar.errors import ConfigError
 
@@ -40,7 +40,7 @@ def run_comparison(config: AuditConfig, launch: Launch) -> list[tuple[str, Repor
         audited = Path(name).expanduser()
         if not (audited / REPORT_JSON).is_file():
             audited = folder / label
-            run_audit(replace(config, compare=None, model_name_or_path=name, output_dir=str(audited)), launch)
+            audit(replace(config, compare=None, model_name_or_path=name, output_dir=str(audited)), launch)
         reports.append((label, read_report(audited)))
         audits[label] = read_items(audited)
     if launch.is_main:

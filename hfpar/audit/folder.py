@@ -28,7 +28,9 @@ _NOT_OF_ITEMS = (
     "alpha",
     "order_test",
     "order_permutations",
+    "api_key_file",
     "request_timeout",
+    "request_concurrency",
     "benchmark_files",
 )
 """Settings that change nothing about an item: results made with other values can be used. Files are known by their

@@ -38,9 +38,9 @@ def _run(config: AuditConfig) -> None:
 
         run_comparison(config, read_launch())
         return
-    from hfpar.audit.run import run_audit
+    from hfpar.audit.backends import audit
 
-    report = run_audit(config, read_launch())
+    report = audit(config, read_launch())
     fail_if_found(config, [(verdict.benchmark, verdict.level) for verdict in report.verdicts])
 
 

@@ -90,14 +90,24 @@ class Plan:
     """By a tokenizer; else they're guessed from the number of characters."""
 
 
-def plain_cut(text: str, ratio: float, limits: TailLimits) -> Cut:
-    """Where a text is cut if tokens don't matter: nearly always where a tokenizer would have it, too."""
+def plain_cut(
+    text: str, ratio: float, limits: TailLimits, fits: Callable[[int], bool] = lambda position: True
+) -> Cut:
+    """Where a text is cut without a tokenizer: nearly always where one would have it, too.
+
+    Args:
+        text: all of it.
+        ratio: of its characters.
+        limits: of its tail.
+        fits: what else a position must be, beside the end of a word.
+    """
     for position in range(int(ratio * len(text) + 1e-9), 0, -1):
         if is_boundary(text, position):
             words = count_words(text[position:])
             if words < limits.min_words or len(text[position:].strip()) < limits.min_chars:
                 return Cut(ratio, skipped="short_tail")
-            return Cut(ratio, position, 0, words)
+            if fits(position):
+                return Cut(ratio, position, 0, words)
     return Cut(ratio, skipped="no_cut")
 
 

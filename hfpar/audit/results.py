@@ -263,8 +263,9 @@ class ModelInfo:
 
     name: str
     architecture: str
-    num_parameters: int
-    dtype: str
+    num_parameters: int | None
+    """None behind a server, as is what else it doesn't tell."""
+    dtype: str | None
     sha256: str | None
     """Over the weight files, in order of name; None behind a server."""
     tokenizer_sha256: str | None

@@ -105,7 +105,7 @@ class CompletionServer:
             backoff: Seconds before the first retry; each later one waits twice as long.
         """
         if concurrency < 1:
-            raise ConfigError(f"concurrency is {concurrency}; it must be 1 or more")
+            raise ConfigError(f"request_concurrency is {concurrency}; it must be 1 or more")
         if not model:
             raise ConfigError("model_name_or_path is empty; name a model that the server lists")
         self._http = JsonClient(base_url, api_key=api_key, timeout=timeout, retries=retries, backoff=backoff)
@@ -130,13 +130,13 @@ class CompletionServer:
         written = []
         for prompt in _CHECK_PROMPTS:
             try:
-                written.append(self._complete(prompt, _CHECK_TOKENS, ()))
+                written.append(self.complete_one(prompt, _CHECK_TOKENS))
             except RefusedError as error:
                 if not self._extras or error.status in (404, 405):
                     raise self._no_completions(error) from None
                 self._extras = {}
                 try:
-                    written.append(self._complete(prompt, _CHECK_TOKENS, ()))
+                    written.append(self.complete_one(prompt, _CHECK_TOKENS))
                 except RefusedError as second:
                     raise self._no_completions(second) from None
                 warnings.append(
@@ -164,7 +164,7 @@ class CompletionServer:
             ConfigError: The server hides log-probabilities, or refuses.
             ServerError: It fails, hangs, or died; all results before the failed one have been given.
         """
-        return self._in_order(texts, self._score)
+        return self.in_order(texts, self.score_one)
 
     def complete(
         self, prompts: Sequence[str], max_tokens: int | Sequence[int], stop: Sequence[str] = ()
@@ -182,7 +182,7 @@ class CompletionServer:
         """
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         work = list(zip(prompts, limits, strict=True))
-        return self._in_order(work, lambda item: self._complete(item[0], item[1], stop))
+        return self.in_order(work, lambda item: self.complete_one(item[0], item[1], stop))
 
     def close(self) -> None:
         """Ends waiting requests."""
@@ -190,7 +190,8 @@ class CompletionServer:
 
     # Requests
 
-    def _score(self, text: str) -> list[ServerToken] | TooLong:
+    def score_one(self, text: str) -> list[ServerToken] | TooLong:
+        """As `score`, of one text, in the caller's thread."""
         scored = self._score_counted(text, None)
         return scored if isinstance(scored, TooLong) else scored[0]
 
@@ -217,7 +218,8 @@ class CompletionServer:
             )
         return tokens, given
 
-    def _complete(self, prompt: str, max_tokens: int, stop: Sequence[str]) -> str | TooLong:
+    def complete_one(self, prompt: str, max_tokens: int, stop: Sequence[str] = ()) -> str | TooLong:
+        """As `complete`, of one prompt, in the caller's thread."""
         body: dict[str, Any] = {**_GREEDY, **self._extras, "max_tokens": max_tokens}
         if stop:
             body["stop"] = list(stop)
@@ -257,8 +259,8 @@ class CompletionServer:
             )
         return choices[0]
 
-    def _in_order(self, items: Iterable[_Item], call: Callable[[_Item], _Result]) -> Iterator[_Result]:
-        """Results of concurrent calls, begun and given in the order of the items.
+    def in_order(self, items: Iterable[_Item], call: Callable[[_Item], _Result]) -> Iterator[_Result]:
+        """Results of concurrent calls, `concurrency` at a time, begun and given in the order of the items.
 
         The threads end with the program: a call that hangs must not keep Ctrl-C waiting.
         """

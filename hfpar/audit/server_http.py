@@ -77,7 +77,9 @@ def normalize_url(base_url: str) -> str:
     except ValueError:
         port_is_valid = False
     if "@" in parts.netloc:
-        raise ConfigError("base_url holds a user name or password; give the key as api_key instead")
+        raise ConfigError(
+            "base_url holds a user name or password; put the key into a file, and name that as api_key_file"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid or parts.query:
         raise ConfigError(f"base_url {base_url!r} is not an address such as http://localhost:8000/v1")
     path = re.sub(r"/(chat/)?completions$", "", parts.path.rstrip("/"))
@@ -108,7 +110,7 @@ class JsonClient:
             raise ConfigError(f"retries is {retries}; it must be 0 or more")
         if api_key is not None and (not api_key.isascii() or not api_key.isprintable()):
             raise ConfigError(
-                "api_key has characters that can't be sent in a header: is it pasted whole, on one line?"
+                "api_key_file: the key has characters that can't be sent in a header: is it whole, and on one line?"
             )
         self._api_key = api_key or None
         self._timeout = timeout
@@ -212,12 +214,13 @@ class JsonClient:
             reason = ""
         said = f"{self.url}{path} answered {status}" + (f" ({reason})" if reason else "")
         if status in (401, 403):
-            fix = "api_key is missing" if self._api_key is None else "the server does not accept this api_key"
+            missing = "name the file that holds the key as api_key_file"
+            fix = missing if self._api_key is None else "the server does not accept the key in api_key_file"
             return ConfigError(f"{said}: {fix}")
         if status == 429:
             pause = _retry_after(error.headers.get("Retry-After"))
             asked = "" if pause is None else f", and asks to wait {pause:.0f} s"
-            line = f"{said}{asked}: too many requests; lower concurrency, or run again later"
+            line = f"{said}{asked}: too many requests; lower request_concurrency, or run again later"
             return _Failure(ServerError(line, status), pause)
         if status in _TRANSIENT:
             line = f"{said}, tried again without success: see the server's own log"
@@ -233,7 +236,7 @@ class JsonClient:
         if isinstance(error, TimeoutError):
             return ServerError(
                 f"{where} gave no whole answer within {self._timeout:g} s: the server hangs or is overloaded; "
-                "raise request_timeout, or lower concurrency"
+                "raise request_timeout, or lower request_concurrency"
             )
         if isinstance(error, ssl.SSLError):
             return ConfigError(

@@ -44,6 +44,11 @@ def count_words(text: str) -> int:
     return len(_WORD.findall(text))
 
 
+def word_spans(text: str) -> list[tuple[int, int]]:
+    """Where each word of `count_words` stands: `(start, end)` in characters."""
+    return [found.span() for found in _WORD.finditer(text)]
+
+
 def is_unspaced(character: str) -> bool:
     """Whether a letter's script has no spaces between words."""
     return re.fullmatch(f"[{_WITHOUT_SPACES}]", character) is not None

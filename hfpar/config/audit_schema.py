@@ -31,6 +31,8 @@ class AuditConfig:
     """File that holds the server's key."""
     request_timeout: float = 60.0
     """Seconds for one answer of the server."""
+    request_concurrency: int = 8
+    """Requests that the server gets at a time."""
 
     benchmarks: str | list[str] = "math500"
     """What to look for: math500, gsm8k, gsm8k_train, or YAML files that describe others; several with commas."""
@@ -42,7 +44,7 @@ class AuditConfig:
     builtin_controls: str | list[str] = "perturbed,random_calculation"
     """Controls that hfpar makes itself: perturbed copies of the benchmark's own items, and arithmetic problems; none
     for neither."""
-    num_control_items: int = 400
+    num_control_items: int = 500
     """Items of each control that hfpar makes, per benchmark."""
     max_items: int | None = None
     """Only so many items of each benchmark, spread evenly over its file."""

@@ -20,6 +20,18 @@ _AT_LEAST_ONE = (
     "min_tail_words",
     "min_tail_chars",
     "max_tokens_per_batch",
+    "request_concurrency",
+)
+_OF_A_SERVER = ("base_url", "api_key_file", "request_timeout", "request_concurrency")
+_OF_THIS_PROCESS = (
+    "base",
+    "trust_remote_code",
+    "dtype",
+    "attn_implementation",
+    "reference_model",
+    "chat_template",
+    "order_test",
+    "max_tokens_per_batch",
 )
 _NOT_EMPTY = (
     "model_name_or_path",
@@ -122,18 +134,24 @@ def _check_controls(config: AuditConfig) -> None:
 
 
 def _check_server(config: AuditConfig) -> None:
+    defaults = AuditConfig()
+    is_set = {
+        name: getattr(config, name) != getattr(defaults, name) for name in (*_OF_A_SERVER, *_OF_THIS_PROCESS)
+    }
     if config.backend == "openai":
-        if config.base_url is None:
-            raise ConfigError("base_url: missing; backend: openai needs it, such as http://localhost:8000/v1")
-        for name in ("chat_template", "order_test", "reference_model"):
-            if getattr(config, name):
+        for name in _OF_THIS_PROCESS:
+            if is_set[name]:
                 raise ConfigError(
                     f"{name}: {show(getattr(config, name))} with backend: openai; it needs the model in this "
                     "process, so use backend: transformers or leave it out"
                 )
+        if config.plan:
+            return
+        if config.base_url is None:
+            raise ConfigError("base_url: missing; backend: openai needs it, such as http://localhost:8000/v1")
         if not config.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url: {show(config.base_url)}; must begin with http:// or https://")
         return
-    for name in ("base_url", "api_key_file"):
-        if getattr(config, name) is not None:
+    for name in _OF_A_SERVER:
+        if is_set[name]:
             raise ConfigError(f"{name}: {show(getattr(config, name))} without a server; add backend: openai")

@@ -93,9 +93,10 @@ def on_main(layout: Layout, work: Callable[[], T], *, may_take_long: str = "") -
             outcome[1] = error
         except OSError as error:
             outcome[1] = ConfigError(f"{error.filename or 'output_dir'}: {error.strerror or error}")
-    if may_take_long:
-        _wait_for_main(layout, f"hfpar/done/{may_take_long}")
-    dist.broadcast_object_list(outcome, src=0)
+    if layout.world_size > 1:
+        if may_take_long:
+            _wait_for_main(layout, f"hfpar/done/{may_take_long}")
+        dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]

@@ -379,7 +379,7 @@ def hidden(handler: Handler) -> None:
         (cut_body, ServerError, "before its answer was whole"),
         (die, ServerError, "before its answer was whole"),
         (page, ConfigError, "text/html instead of JSON.*base_url"),
-        (busy, ServerError, "429 .slow down., and asks to wait 0 s.*lower concurrency"),
+        (busy, ServerError, "429 .slow down., and asks to wait 0 s.*lower request_concurrency"),
         (broken, ServerError, "500 .CUDA error more lines.*log"),
         (no_choices, ServerError, "without choices.*the worker is gone"),
         (not_a_dict, ServerError, "without choices"),
@@ -389,7 +389,7 @@ def hidden(handler: Handler) -> None:
         (
             lambda handler: handler.refuse(403, "not for you"),
             ConfigError,
-            "403 .not for you.: api_key is missing",
+            "403 .not for you.: name the file that holds the key as api_key_file",
         ),
         (
             lambda handler: handler.refuse(307, "", Location="http://moved/v1"),
@@ -472,9 +472,9 @@ def test_after_a_failure_nothing_more_is_sent() -> None:
 def test_a_key_is_sent_and_never_said() -> None:
     with serving(key="s3cret-key") as server:
         assert server.client(api_key="s3cret-key").check().scores
-        with pytest.raises(ConfigError, match="401.*api_key is missing"):
+        with pytest.raises(ConfigError, match="401.*name the file that holds the key as api_key_file"):
             server.client().check()
-        with pytest.raises(ConfigError, match="does not accept this api_key") as caught:
+        with pytest.raises(ConfigError, match="does not accept the key in api_key_file") as caught:
             server.client(api_key="other-key").check()
     assert "other-key" not in str(caught.value) and "***" in str(caught.value)
 
@@ -509,8 +509,8 @@ def test_bad_addresses(given: str) -> None:
     [
         ({"timeout": 0}, "request_timeout is 0"),
         ({"retries": -1}, "retries is -1"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"api_key": "line\nbreak"}, "api_key has characters"),
+        ({"concurrency": 0}, "request_concurrency is 0"),
+        ({"api_key": "line\nbreak"}, "api_key_file: the key has characters"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], says: str) -> None:

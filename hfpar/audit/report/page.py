@@ -103,7 +103,9 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("model", model.name),
         (
             "architecture",
-            f"{model.architecture}, {format_count(model.num_parameters)} parameters, {model.dtype}",
+            model.architecture
+            if model.num_parameters is None
+            else f"{model.architecture}, {format_count(model.num_parameters)} parameters, {model.dtype}",
         ),
         ("adapter's base", model.base or ""),
         ("quantization", model.quantization or ""),
