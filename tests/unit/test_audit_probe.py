@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model(**batch, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.generation_config.repetition_penalty = 1.7  # which the probe must not follow
+    model.generation_config.repetition_penalty = 30.0  # which the probe must not follow
     model.save_pretrained(folder)
     return folder
 
@@ -264,8 +264,8 @@ def test_a_model_that_ends_has_not_completed(tokenizer: TextTokenizer) -> None:
     item = replace(item, cuts=[item.cuts[1]])
     scores = perfect_scores(item.tokenized.input_ids)
     generator = FakeGenerator([])
-    generator.eos_token_ids = (7,)
-    scores.gap[-1], scores.best[-1] = 1.0, 7
+    generator.eos_token_ids = (tokenizer.tokenizer.eos_token_id,)
+    scores.gap[-1], scores.best[-1] = 1.0, tokenizer.tokenizer.eos_token_id
     probe = Probe(FakeForward([scores]), generator, tokenizer, ProbeSettings())  # type: ignore[arg-type]
     [cut] = probe([item])[0].cuts
     assert not generator.batches and not cut.exact and cut.matched_tokens == cut.tail_tokens - 1
