@@ -58,12 +58,14 @@ class Forward:
 
         Args:
             model: with hfpar's attention if `packs`.
-            packs: whether several texts may share a stream; else each is read alone.
+            packs: whether several texts may share a stream; else each is read alone, by the model's own forward pass,
+                because what it does between its decoder and its logits hasn't been checked.
         """
         self.causal_lm = unwrap_peft(model)
-        self.decoder, self.head = decoder_and_head(self.causal_lm)
-        self.transform = LogitTransform.of(self.causal_lm.config.get_text_config())
         self.packs = packs
+        if packs:
+            self.decoder, self.head = decoder_and_head(self.causal_lm)
+            self.transform = LogitTransform.of(self.causal_lm.config.get_text_config())
         self.device = next(self.causal_lm.parameters()).device
 
     @torch.inference_mode()
@@ -74,17 +76,20 @@ class Forward:
             texts: token numbers of each, none empty.
         """
         if not self.packs:
-            return [self._read([text])[0] for text in texts]
-        return self._read(texts)
-
-    def _read(self, texts: Sequence[Sequence[int]]) -> list[TokenScores]:
+            return [self._read_alone(text) for text in texts]
         stream = build_stream([Sample(list(text), list(text)) for text in texts])
         on_device = stream.to(self.device)
-        documents = interface.stream_arguments(on_device.cu_seqlens) if self.packs else {}
+        documents = interface.stream_arguments(on_device.cu_seqlens)
         hidden = self.decoder(
             input_ids=on_device.input_ids, position_ids=on_device.position_ids, use_cache=False, **documents
         ).last_hidden_state[0]  # [T, H]
         return _split(self._scores(hidden, on_device.labels[0]), stream)
+
+    def _read_alone(self, text: Sequence[int]) -> TokenScores:
+        ids = torch.tensor([list(text)], device=self.device)
+        logits = self.causal_lm(input_ids=ids, use_cache=False).logits[0].float()  # [T, V]
+        targets = torch.cat([ids[0, 1:], ids.new_full((1,), -1)])
+        return _shifted(prediction_scores(logits, targets, LogitTransform()).cpu().numpy())
 
     def _scores(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[T, 6]: best, logprob, gap, margin, mean and std of the prediction made at each place."""

@@ -44,6 +44,7 @@ class Generator:
         self.pad_token_id = pad_token_id
         self.eos_token_ids = list(eos_token_ids)
         self.device = next(self.model.parameters()).device
+        self.max_length = context_length(self.model.config)
 
     def __call__(
         self,
@@ -62,16 +63,33 @@ class Generator:
             tokens_per_batch: prompts and new tokens of a batch; a longer one stands alone.
 
         Returns:
-            The new tokens of each, at most `max_new_tokens`, without end-of-text tokens.
+            The new tokens of each, at most `max_new_tokens` and as many as the model's context has places for, without
+            end-of-text tokens.
         """
-        lengths = [len(prompt) + most for prompt, most in zip(prompts, max_new_tokens, strict=True)]
+        most = [
+            self._fitting(len(prompt), most) for prompt, most in zip(prompts, max_new_tokens, strict=True)
+        ]
+        open_ones = [number for number in range(len(prompts)) if most[number] > 0]
+        lengths = [len(prompts[number]) + most[number] for number in open_ones]
         written: list[list[int]] = [[] for _ in prompts]
-        for numbers in group_alike(lengths, tokens_per_batch):
-            for number, tokens in zip(
-                numbers, self._batch(prompts, numbers, max_new_tokens, is_done), strict=True
-            ):
-                written[number] = tokens
+        for group in group_alike(lengths, tokens_per_batch):
+            numbers = [open_ones[index] for index in group]
+            for some in self._apart(numbers, prompts, most):
+                for number, tokens in zip(some, self._batch(prompts, some, most, is_done), strict=True):
+                    written[number] = tokens
         return written
+
+    def _fitting(self, prompt_length: int, most: int) -> int:
+        return most if self.max_length is None else max(0, min(most, self.max_length - prompt_length))
+
+    def _apart(
+        self, numbers: list[int], prompts: Sequence[Sequence[int]], most: Sequence[int]
+    ) -> list[list[int]]:
+        """Each alone where they'd run out of the model's context together: a row that has ended is carried on."""
+        longest = max(len(prompts[number]) for number in numbers) + max(most[number] for number in numbers)
+        if self.max_length is None or longest <= self.max_length:
+            return [numbers]
+        return [[number] for number in numbers]
 
     @torch.inference_mode()
     def _batch(
@@ -111,6 +129,12 @@ class Generator:
         kept = tokens[:most]
         ends = [position for position, token in enumerate(kept) if token in self.eos_token_ids]
         return kept[: ends[0]] if ends else kept
+
+
+def context_length(config: Any) -> int | None:
+    """Most tokens that a model can read; None: its config doesn't say."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit and limit > 0 else None
 
 
 def group_alike(lengths: Sequence[int], budget: int) -> list[list[int]]:

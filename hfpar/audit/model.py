@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hfpar.attention import interface
+from hfpar.audit.generate import context_length
 from hfpar.audit.results import ModelInfo
 from hfpar.config.audit_schema import AuditConfig
 from hfpar.config.engine import DDPSettings
@@ -75,8 +76,7 @@ class ModelSource:
     @property
     def max_length(self) -> int | None:
         """Most tokens that the model can read; None: its config doesn't say."""
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return int(limit) if limit else None
+        return context_length(self.config)
 
 
 @contextlib.contextmanager
@@ -158,7 +158,8 @@ def load_audited(source: ModelSource, device: torch.device) -> LoadedModel:
         check_device(quantization.method, device)
     packs, warnings = _can_pack(source)
     interface.register()
-    attention = interface.interface_name(settings.attn_implementation) if packs else "sdpa"
+    # Transformers' choice for a family that hasn't been checked: some have no attention at all.
+    attention = interface.interface_name(settings.attn_implementation) if packs else None
     try:
         model = _load(source, dtype, attention, quantization, device)
     except (
@@ -190,7 +191,7 @@ def _can_pack(source: ModelSource) -> tuple[bool, list[str]]:
 def _load(
     source: ModelSource,
     dtype: torch.dtype,
-    attention: str,
+    attention: str | None,
     quantization: Quantization | None,
     device: torch.device,
 ) -> Any:

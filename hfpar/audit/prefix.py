@@ -16,6 +16,9 @@ _IN_COMMAND = re.compile(r"\\$|\\[A-Za-z]+\*?\s*[{\[]$")
 _DIGITS_BEFORE = re.compile(r"\d$")
 _DIGITS_AFTER = re.compile(r"\s\d{3}(?!\d)")
 """The rest of a number whose thousands are set apart by spaces."""
+_CONTEXT_TOKENS = 8
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What bytes that make no character are decoded as."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ class TokenizedText:
 
 
 class TextTokenizer:
-    """A tokenizer as the probe needs it: offsets, and special tokens only in front."""
+    """A tokenizer as the probe needs it: offsets, and special tokens only in front.
+
+    What looks like a special token within a text is read as the text that it is: no model can be expected to write the
+    token that ends its texts, and then go on.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -71,7 +78,9 @@ class TextTokenizer:
         """Tokenize several texts at once."""
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), return_offsets_mapping=True, verbose=False)
+        encoded = self.tokenizer(
+            list(texts), return_offsets_mapping=True, split_special_tokens=True, verbose=False
+        )
         return [
             self._without_end(text, ids, [tuple(pair) for pair in offsets])
             for text, ids, offsets in zip(texts, encoded.input_ids, encoded.offset_mapping, strict=True)
@@ -83,19 +92,33 @@ class TextTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of one text, as above."""
-        ids: list[int] = self.tokenizer(text, verbose=False).input_ids
+        ids: list[int] = self.tokenizer(text, split_special_tokens=True, verbose=False).input_ids
         return ids[: len(ids) - self._num_last]
+
+    def plain_ids(self, text: str) -> list[int]:
+        """The same without special tokens."""
+        ids: list[int] = self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        ).input_ids
+        return ids
 
     def continuation(self, before: Sequence[int], new: Sequence[int]) -> str:
         """The text that `new` tokens add to those `before` them.
 
-        A few tokens of context are decoded with them: alone, some tokenizers drop a first token's space.
+        Some tokens of context are decoded with them: alone, some tokenizers drop a first token's space. They begin with
+        a whole character: others decode bytes that aren't all there, and all that follow them, as unknown.
         """
-        context = list(before[-8:])
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        head: str = self.tokenizer.decode(context, **options)
-        whole: str = self.tokenizer.decode([*context, *new], **options)
+        length = min(_CONTEXT_TOKENS, len(before))
+        while _INCOMPLETE in (head := self._decode(before[len(before) - length :])) and length < len(before):
+            length = min(2 * length, len(before))
+        whole = self._decode([*before[len(before) - length :], *new])
         return whole[len(head) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

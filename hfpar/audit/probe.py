@@ -114,10 +114,16 @@ class Probe:
         results = [self._item_result(item, scores.get(number)) for number, item in enumerate(items)]
         for tail, cut in zip(tails, cuts, strict=True):
             results[tail.number].cuts.append(cut)
+        modes: tuple[Mode, ...] = ("bare", "chat") if self.settings.chat_template else ("bare",)
         for result, item in zip(results, items, strict=True):
-            skipped = [CutResult(cut.ratio, "bare", cut.skipped) for cut in item.cuts if cut.skipped]
-            modes: tuple[Mode, ...] = ("bare", "chat") if self.settings.chat_template else ("bare",)
-            result.cuts.extend(replace(cut, mode=mode) for mode in modes for cut in skipped)
+            probed = {(cut.mode, cut.ratio) for cut in result.cuts}
+            result.cuts.extend(
+                # Only in the template can a text that the model can read be too long.
+                CutResult(cut.ratio, mode, cut.skipped or "too_long")
+                for mode in modes
+                for cut in item.cuts
+                if (mode, cut.ratio) not in probed
+            )
             result.cuts.sort(key=lambda cut: (cut.mode, cut.ratio))
         return results
 
@@ -147,7 +153,10 @@ class Probe:
             prefix = planned.tokenized.text[: cut.position]
             tail = planned.tokenized.text[cut.position :].lstrip()
             prompt = chat_prompt(self.tokenizer.tokenizer, prefix)
-            tokens = self.tokenizer.tokenizer(tail, add_special_tokens=False, verbose=False).input_ids
+            tokens = self.tokenizer.plain_ids(tail)
+            most = self.generator.max_length
+            if most is not None and len(prompt) + len(tokens) > most:
+                continue
             tails.append(Tail(number, cut, "chat", prompt, tokens, tail))
         return tails
 
@@ -169,7 +178,7 @@ class Probe:
 
     def _judge(self, tail: Tail, scores: TokenScores, start: int) -> Judgement:
         hits, tolerance = scores.hits[start:], self.settings.tie_tolerance
-        ties = np.where(hits, scores.margin[start:] < tolerance, scores.gap[start:] < tolerance)
+        ties = np.where(hits, scores.margin[start:] <= tolerance, scores.gap[start:] <= tolerance)
         misses = np.flatnonzero(~hits)
         if not len(misses) and not ties.any():
             return Judgement(Match(True, True), len(hits), False, tail.text)
@@ -209,7 +218,7 @@ class Probe:
             [tail.prompt for tail in tails],
             [len(tail.tokens) + _SPARE_TOKENS for tail in tails],
             is_done,
-            tokens_per_batch=self.settings.max_tokens_per_batch,
+            tokens_per_batch=self._generation_budget(),
         )
         return [
             Judgement(
@@ -222,7 +231,13 @@ class Probe:
             for tail, tokens in zip(tails, written, strict=True)
         ]
 
+    def _generation_budget(self) -> int:
+        """One prompt at a time for a family that hasn't been checked: it may not know of padding."""
+        return self.settings.max_tokens_per_batch if self.forward.packs else 1
+
     def _match(self, tail: Tail, tokens: Sequence[int], *, ended: bool = False) -> Match:
+        if list(tokens[: len(tail.tokens)]) == tail.tokens:
+            return Match(True, True)  # even if the tokenizer doesn't give back the text that it was given
         return match(tail.text, self.tokenizer.continuation(tail.prompt, tokens), ended=ended)
 
     # Results
@@ -259,7 +274,7 @@ class Probe:
         """Continue prompts to their end, or to `max_new_tokens`."""
         most = [self.settings.max_new_tokens] * len(prompts)
         done = is_done or (lambda number, tokens: False)
-        written = self.generator(prompts, most, done, tokens_per_batch=self.settings.max_tokens_per_batch)
+        written = self.generator(prompts, most, done, tokens_per_batch=self._generation_budget())
         return [
             self.tokenizer.continuation(prompt, tokens)
             for prompt, tokens in zip(prompts, written, strict=True)

@@ -188,6 +188,8 @@ def test_hits_and_runs_lie_in_the_text(
 class FakeForward:
     """Scores that are given."""
 
+    packs = True
+
     def __init__(self, scores: list[TokenScores]) -> None:
         self.scores = scores
 
@@ -199,6 +201,7 @@ class FakeGenerator:
     """Writes what it is given, and counts how often it is asked."""
 
     eos_token_ids: tuple[int, ...] = ()
+    max_length = None
 
     def __init__(self, new_tokens: list[int]) -> None:
         self.new_tokens = new_tokens
