@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,7 +43,10 @@ class WholeFile:
         self._flag, self._target = flag, target
         self._partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         with self._explained():
+            self._remove_leftovers()
             self._file = open(self._partial, "wb")
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, content: bytes) -> None:
         """Append bytes."""
@@ -63,6 +68,13 @@ class WholeFile:
             with suppress(OSError):  # what is left in the buffer of a full disk
                 self._file.close()
             self._partial.unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Of processes that were killed: whoever lives holds a lock."""
+        for left in self._target.parent.glob(f".{glob.escape(self._target.name)}.*.partial"):
+            with suppress(OSError), left.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink(missing_ok=True)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

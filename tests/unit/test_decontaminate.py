@@ -161,6 +161,10 @@ def test_a_match_is_highlighted_in_colours() -> None:
             ["d.jsonl", "--against", "mth500"],
             "decontaminate_against: benchmark mth500: unknown; did you mean math500?",
         ),
+        (
+            ["d.jsonl", "--against", ","],
+            "decontaminate_against: names no benchmark; name some, such as math500",
+        ),
         (["d.jsonl", "--output", "d.jsonl"], "--output: d.jsonl is read, too; name another file"),
         (["d.jsonl", "--list", "link.jsonl"], "--list: link.jsonl is read, too; name another file"),
         (["d.jsonl", "--output", "bench.jsonl"], "--output: bench.jsonl is read, too; name another file"),
@@ -214,6 +218,22 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
             monkeypatch.setattr(os, "fsync", full)
     assert target.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_what_killed_processes_left_goes_and_what_others_write_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, others = tmp_path / ".out.jsonl.1.partial", tmp_path / ".x.jsonl.1.partial"
+    for path in (left, others):
+        path.write_text("half")
+    with WholeFile("output", tmp_path / "out.jsonl") as first:
+        assert not left.exists() and others.exists()
+        monkeypatch.setattr(os, "getpid", lambda: 2)
+        with WholeFile("output", tmp_path / "out.jsonl") as second:
+            assert first._partial.exists()
+            second.write(b"other")
+        first.write(b"whole")
+    assert (tmp_path / "out.jsonl").read_bytes() == b"whole"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def benchmarks_of(config: SFTConfig) -> tuple[Benchmark, ...]:
     given = config.decontaminate_against or []
     entries = [given] if isinstance(given, str) else given
     names = [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
+    if not names:
+        raise DataError("decontaminate_against: names no benchmark; name some, such as math500,gsm8k")
     try:
         return load_benchmarks(names, config.benchmark_files or {})
     except DataError as error:
