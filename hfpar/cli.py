@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("hfpar.demo", "train a tiny model on two processes, and show what it learned"),
+    "demo": Command("hfpar.demo", "train a tiny model on two processes, show what it learned, and audit it"),
     "verify": Command("hfpar.verify.run", "prove that no engine or layout changes one process's numbers"),
     "data": Command("hfpar.datatool.main", "check a data set, or show a row of it as it is trained on"),
     "tokens": Command(
