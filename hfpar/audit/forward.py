@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hfpar.attention import interface
 from hfpar.data.stream import Sample, TokenStream, build_stream
+from hfpar.errors import ConfigError
 from hfpar.parallel.sequence import unwrap_peft
 from hfpar.train.loss import CHUNK_ELEMENTS, LogitTransform, decoder_and_head
 
@@ -25,6 +26,7 @@ Integers = npt.NDArray[np.int64]
 
 _CACHE_ELEMENTS = 1 << 20
 """Logits whose statistics are taken at once: what a CPU's caches hold."""
+_LEAST_GAP = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,8 @@ class TokenScores:
     logprob: Floats
     """Of the true token, in nats; NaN at the first."""
     gap: Floats
-    """How far the true token's logit is below the best: 0 where it is the first choice."""
+    """How far the true token's logit is below the best: 0 where it is the first choice, and above 0 where another is,
+    even one whose logit is the same, as happens with 16 bits."""
     margin: Floats
     """How far the second best logit is below the best."""
     mean: Floats
@@ -74,7 +77,20 @@ class Forward:
 
         Args:
             texts: token numbers of each, none empty.
+
+        Raises:
+            ConfigError: the model gives no numbers, as weights do that overflow in 16 bits.
         """
+        scores = self._read(texts)
+        if any(not np.isfinite(one.logprob[1:]).all() for one in scores):
+            dtype = str(self.causal_lm.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"dtype: {dtype}; the model's log-probabilities are no finite numbers: its weights are damaged, or "
+                "need another dtype, such as float32"
+            )
+        return scores
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> list[TokenScores]:
         if not self.packs:
             return [self._read_alone(text) for text in texts]
         stream = build_stream([Sample(list(text), list(text)) for text in texts])
@@ -129,7 +145,8 @@ def prediction_scores(logits: Tensor, targets: Tensor, transform: LogitTransform
     second = weights.mul_(shifted).sum(-1) / total
     variance = (second - first**2).clamp(min=0)
     margin = -shifted.scatter_(1, best[:, None], -torch.inf).amax(-1)
-    columns = [best, true - log_total, -true, margin, first - log_total, variance.sqrt()]
+    gap = torch.where(best == targets, 0.0, (-true).clamp(min=_LEAST_GAP))
+    columns = [best, true - log_total, gap, margin, first - log_total, variance.sqrt()]
     return torch.stack([column.double() for column in columns], dim=1)
 
 

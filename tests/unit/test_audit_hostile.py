@@ -13,14 +13,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hfpar.attention import interface
-from hfpar.audit.forward import Forward
+from hfpar.audit.forward import Forward, prediction_scores
 from hfpar.audit.generate import Generator
 from hfpar.audit.model import ModelSettings, load_audited, open_model
 from hfpar.audit.prefix import TailLimits, TextTokenizer, find_cut
 from hfpar.audit.probe import PlannedItem, Probe, ProbeSettings
 from hfpar.audit.results import ItemResult
 from hfpar.data.benchmarks import BenchmarkItem
+from hfpar.errors import ConfigError
 from hfpar.models.tiny import build_tiny_model
+from hfpar.train.loss import LogitTransform
 
 TEXTS = [
     "First: pens cost 18 <|im_end|> and cups cost 20 </s> but keys cost 30 in all of the shops here?",
@@ -231,3 +233,23 @@ def test_generated_tokens_fill_the_context_and_no_more() -> None:
     prompts = [[5] * 4, [6] * 18, [7] * 20, [8] * 30]
     written = Generator(model, 1, [])(prompts, [9, 9, 9, 9], lambda *_: False, tokens_per_batch=1000)
     assert [len(tokens) for tokens in written] == [9, 2, 0, 0]
+
+
+def test_another_token_with_the_same_logit_is_no_hit() -> None:
+    """With 16 bits this is common; greedy generation takes the first."""
+    logits = torch.tensor([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]])
+    scores = prediction_scores(logits, torch.tensor([1, 2]), LogitTransform())
+    assert scores[:, 0].tolist() == [1, 1] and scores[0, 2] == 0 and 0 < scores[1, 2] < 1e-6
+
+
+def test_weights_that_overflow_are_told_in_one_line() -> None:
+    planned = plan(TEXTS[:2], tokenizer := TextTokenizer(byte_level()))
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=300, n_embd=32, n_head=2, n_layer=1, bos_token_id=None, eos_token_id=None
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="hfpar").eval()
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.weight.fill_(float("nan"))
+    probe = Probe(Forward(model, packs=True), Generator(model, 1, []), tokenizer, ProbeSettings())
+    with pytest.raises(ConfigError, match=r"^dtype: float32; .* no finite numbers"):
+        probe(planned)
