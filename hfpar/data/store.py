@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 
 from hfpar.data.reading.rows import Place
-from hfpar.data.stream import IGNORE_INDEX, Sample
+from hfpar.data.samples import IGNORE_INDEX, Sample
 from hfpar.errors import BadRowsError
 
 META_FILE = "meta.json"

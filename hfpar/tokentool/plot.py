@@ -24,6 +24,7 @@ _VOCABULARY = ("#1f5fa8", "#2a8c82")
 """Of the first model and the second."""
 _UNTRAINED, _WRITTEN, _OTHER, _INK = "#d1495b", "#0b7285", "#7a838c", "#333b44"
 _NUM_BINS = 80
+_DPI = 150
 _MOST_LABELS = 22
 _MOST_NAMES = 2
 _MOST_CHARS = 28
@@ -50,7 +51,7 @@ def plot_norms(findings: Findings, path: Path) -> None:
     columns = max(len(model.measured) for model in findings.models)
     lines = len(findings.models)
     figure = Figure(
-        figsize=(9.5 if columns == 1 else 15, 4.8 * lines), dpi=150, layout="tight", facecolor="white"
+        figsize=(9.5 if columns == 1 else 15, 4.8 * lines), dpi=_DPI, layout="tight", facecolor="white"
     )
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, squeeze=False)

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,14 @@ def test_several_processes_find_the_same(
     found = run(capsys, str(data), *files, "--output", str(output), "--dataset_num_proc", "2")
     assert found["rows_with_items"] == 3
     assert output.read_bytes() == b"".join(line for number, line in enumerate(lines) if number % 700)
+
+
+def test_neither_it_nor_its_processes_load_torch() -> None:
+    code = (
+        "import sys, hfpar.datatool.decontaminate, hfpar.datatool.overlaps\n"
+        "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_template_is_no_hit_and_is_told(
