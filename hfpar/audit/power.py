@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from hfpar.audit.results import Stratum
-from hfpar.audit.statistics import convolve, exact_excess
+from hfpar.audit.statistics import binomial, convolve, exact_excess
 
 _STEPS = 14
 """Halvings of a search between 0 and 1."""
@@ -44,10 +44,7 @@ def smallest_detectable_share(
     def found(share: float) -> bool:
         chances = share + (1 - share) * rates
         totals = [stratum.total for stratum in strata]
-        parts = [
-            (0, stats.binom.pmf(np.arange(total + 1), total, chance))
-            for total, chance in zip(totals, chances, strict=True)
-        ]
+        parts = [(0, binomial(total, chance)) for total, chance in zip(totals, chances.tolist(), strict=True)]
         low, probabilities = convolve(_shorten(part) for part in parts)
         # As many hits as are reached with the wanted power.
         reached = np.cumsum(probabilities[::-1])[::-1]
@@ -70,7 +67,7 @@ def expected_detectable_share(
     if not total or not control_total:
         return None
     counts = np.arange(control_total + 1)
-    chances = stats.binom.pmf(counts, control_total, control_rate)
+    chances = binomial(control_total, control_rate)
     groups = np.array_split(counts[chances > _LIKELY], min(_MOST_COUNTS, int((chances > _LIKELY).sum())))
     needed = []
     hits = 0
@@ -81,7 +78,7 @@ def expected_detectable_share(
 
     def found(share: float) -> bool:
         rate = share + (1 - share) * control_rate
-        return sum(chance * float(stats.binom.sf(hits - 1, total, rate)) for hits, chance in needed) >= power
+        return sum(chance * float(special.bdtrc(hits - 1, total, rate)) for hits, chance in needed) >= power
 
     return _smallest(found)
 
