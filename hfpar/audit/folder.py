@@ -61,6 +61,15 @@ class AuditFolder:
             raise
 
     def _claim(self, config: AuditConfig, hashes: Sequence[str]) -> None:
+        try:
+            self._claim_or_fail(config, hashes)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: {self.path} can't be written ({error.strerror or error}); make room, or choose another "
+                "folder"
+            ) from error
+
+    def _claim_or_fail(self, config: AuditConfig, hashes: Sequence[str]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
@@ -77,7 +86,9 @@ class AuditFolder:
         path = self.path / AUDIT_FILE
         found = _read(path)
         if config.overwrite or found is None:
-            if found is None and not config.overwrite and any(self.path.glob("*.json*")):
+            # Hidden ones are what this command leaves when it's stopped while it begins.
+            others = [path for path in self.path.glob("*.json*") if not path.name.startswith(".")]
+            if found is None and not config.overwrite and others:
                 raise ConfigError(
                     f"output_dir: {self.path} holds other files; choose another folder, or add --overwrite"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,28 @@ def load_sets(config: AuditConfig) -> list[AuditSet]:
         sets.append(AuditSet(_info(made, RANDOM_CALCULATION, names), made))
     for name, path in (config.controls or {}).items():
         sets.append(_file_control(name, path, benchmarks, config.max_items))
+    _check_names(sets)
     return [one for one in sets if one.benchmark.items]
+
+
+def _check_names(sets: Sequence[AuditSet]) -> None:
+    """A second set of a name would take the first one's place: in a run's lines, and in the report.
+
+    Raises:
+        ConfigError: two have the same.
+    """
+    counts = Counter(one.name for one in sets)
+    for one in sets:
+        if counts[one.name] > 1:
+            which = ", ".join(other.benchmark.source for other in sets if other.name == one.name)
+            key = (
+                "controls"
+                if any(o.name == one.name and o.info.kind == "file" for o in sets)
+                else "benchmarks"
+            )
+            raise ConfigError(
+                f"{key}: {one.name} is the name of two sets ({which}); give one of them another"
+            )
 
 
 def _file_control(name: str, path: str, benchmarks: Sequence[Benchmark], max_items: int | None) -> AuditSet:

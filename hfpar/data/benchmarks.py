@@ -271,6 +271,10 @@ def _value(row: Mapping[str, Any], name: str, field: str, place: Place) -> str:
     text = str(value)
     if not text.strip():
         raise DataError(f'{place}: "{name}", the {field}, is empty')
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(
+            f'{place}: "{name}", the {field}, holds half a surrogate pair, which is no character; mend the file'
+        )
     return text
 
 
