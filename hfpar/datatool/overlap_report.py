@@ -119,7 +119,7 @@ def _marked(text: str, span: list[int], console: Console) -> Text:
     """A match and what stands beside it, on one line; in brackets where there are no colours."""
     start, end = span
     before, match, after = text[max(0, start - _CONTEXT) : start], text[start:end], text[end : end + _CONTEXT]
-    parts = [" ".join(part.split()) for part in (before, match, after)]
+    parts = [_printable(" ".join(part.split())) for part in (before, match, after)]
     gaps = [" " if before[-1:].isspace() else "", " " if after[:1].isspace() else ""]
     if console.color_system is None or console.no_color:
         parts[1] = f"{_OPEN}{parts[1]}{_CLOSE}"
@@ -130,6 +130,11 @@ def _marked(text: str, span: list[int], console: Console) -> Text:
         gaps[1] + parts[2],
         "..." if end + _CONTEXT < len(text) else "",
     )
+
+
+def _printable(text: str) -> str:
+    """With nothing that a terminal would obey."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def _print_notes(console: Console, result: Decontamination) -> None:

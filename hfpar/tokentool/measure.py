@@ -97,14 +97,16 @@ class Measured:
 
     def odd_ordinary(self) -> dict[int, str]:
         """Ordinary tokens whose norm says that they were never trained, by id."""
-        if self.usual is None:
-            return {}
+        far = ~np.isfinite(self.norms) | (self.norms == 0)
+        if self.usual is not None:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                far |= np.abs(np.log(self.norms) - self.usual.median) > self.usual.deviation
         found = {}
-        with np.errstate(divide="ignore", invalid="ignore"):
-            far = np.abs(np.log(self.norms) - self.usual.median) > self.usual.deviation
-        for token in np.flatnonzero((far | ~np.isfinite(self.norms)) & self.ordinary).tolist():
+        for token in np.flatnonzero(far & self.ordinary).tolist():
             norm = float(self.norms[token])
-            reason = self.usual.why_untrained(norm) if np.isfinite(norm) else NOT_FINITE
+            reason: str | None = NOT_FINITE
+            if np.isfinite(norm):
+                reason = ZEROS if self.usual is None else self.usual.why_untrained(norm)
             if reason is not None:
                 found[token] = reason
         return found

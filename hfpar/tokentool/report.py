@@ -73,16 +73,21 @@ def _summary(model: Model) -> list[tuple[str, str]]:
         odd = measured.odd_ordinary()
         if odd:
             named = _some([f"{model.texts[token]!r}" for token in odd])
-            rows.append(("  untrained", f"{len(odd):,} ordinary tokens, by their norms: {named}"))
+            tokens = (
+                "1 ordinary token, by its norm"
+                if len(odd) == 1
+                else f"{len(odd):,} ordinary tokens, by their norms"
+            )
+            rows.append(("  untrained", f"{tokens}: {named}"))
         if measured.padding.any():
             rows.append(("  padding", _padding(measured)))
     added = [token for token in model.tokens.values() if token.is_added]
     special = sum(token.is_special for token in added)
     rows.append(("tokens", f"{special:,} special, {len(added) - special:,} more that were added"))
-    outside = [token.text for token in added if token.id >= model.measured[0].matrix.num_rows]
+    outside = [_shown(token.text) for token in added if token.id >= model.measured[0].matrix.num_rows]
     if outside:
         rows.append(("without a row", f"{_some(outside)}: the model knows no such numbers"))
-    written = [token.text for token in added if token.template == "written"]
+    written = [_shown(token.text) for token in added if token.template == "written"]
     if not model.source.tokenizer.chat_template:
         rows.append(
             ("chat template", "none; --chat_template chatml, or a file, shows what another would use")
@@ -95,7 +100,8 @@ def _summary(model: Model) -> list[tuple[str, str]]:
 def _vocabulary(measured: Measured) -> str:
     norms = measured.ordinary_norms
     if not len(norms):
-        return "no ordinary tokens"
+        count = int(measured.ordinary.sum())
+        return f"{count:,} ordinary tokens, whose rows aren't finite" if count else "no ordinary tokens"
     low, median, high = np.quantile(norms, (0, 0.5, 1)).tolist()
     return (
         f"{int(measured.ordinary.sum()):,} ordinary tokens; norms {_norm(low)} to {_norm(high)}, median "
@@ -245,8 +251,12 @@ def _empty_table(title: str, figures: Sequence[str], others: Sequence[str]) -> T
 def _name(text: str, tokens: Sequence[Token], measured: Measured, ids: Sequence[int | None]) -> Text:
     is_untrained = any(token in measured.reasons for token in ids)
     is_written = any(token.template == "written" for token in tokens)
-    shown = text if text.isprintable() and text.strip() == text else repr(text)
-    return Text(shown, style=_UNTRAINED if is_untrained else _TEMPLATE if is_written else "")
+    return Text(_shown(text), style=_UNTRAINED if is_untrained else _TEMPLATE if is_written else "")
+
+
+def _shown(text: str) -> str:
+    """A token on one line, with nothing in it that a terminal would obey."""
+    return text if text.isprintable() and text.strip() == text else repr(text)
 
 
 def _mark(tokens: Sequence[Token]) -> str:
@@ -280,7 +290,9 @@ def _legend(findings: Findings) -> list[Text]:
 
 def _verdict(model: Model) -> Text:
     untrained = model.untrained
-    used = [model.tokens[token].text for token in untrained if model.tokens[token].template == "written"]
+    used = [
+        _shown(model.tokens[token].text) for token in untrained if model.tokens[token].template == "written"
+    ]
     name = model.source.name
     if used:
         return Text(
@@ -290,10 +302,15 @@ def _verdict(model: Model) -> Text:
         )
     if not untrained:
         return Text(f"{name}: every special and added token was trained.", style=_CHANGED)
-    few = _some([model.tokens[token].text for token in untrained])
+    few = _some([_shown(model.tokens[token].text) for token in untrained])
+    some = (
+        "1 special or added token was"
+        if len(untrained) == 1
+        else f"{len(untrained):,} special and added tokens were"
+    )
     has_template = bool(model.source.tokenizer.chat_template)
     return Text(
-        f"{name}: {len(untrained):,} special and added tokens were never trained: {few}"
+        f"{name}: {some} never trained: {few}"
         + ("; its chat template writes none of them." if has_template else "."),
         style="yellow",
     )

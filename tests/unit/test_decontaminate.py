@@ -144,13 +144,14 @@ def test_a_template_is_no_hit_and_is_told(
 
 def test_what_people_see(tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "d.jsonl"
-    data.write_bytes(odd_line(chat(SHIP)) + b"[]\n")
+    data.write_bytes(odd_line(chat(f"\x1b]0;title\x07 {SHIP}\x1b[2J")) + b"[]\n")
     assert main(["decontaminate", str(data), *files]) == 0
     printed = capsys.readouterr().out
     assert "1 of 2 rows (50.00 %) hold a benchmark's item" in printed
     assert f"{data}, line 1 holds the question of math500 0" in printed
     assert "1 row can't be read" in printed
     assert f"\u27e6{SHIP[:-1]}\u27e7?" in printed
+    assert "\x1b" not in printed and "\x07" not in printed
 
 
 def test_a_match_is_highlighted_in_colours() -> None:

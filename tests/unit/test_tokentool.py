@@ -304,6 +304,30 @@ def test_of_many_tokens_those_that_matter_are_shown(healthy, tmp_path, capsys):
     assert len(tokens["<extra_50>"]["neighbors"]) == 3
 
 
+def test_a_terminal_obeys_no_token(healthy, tmp_path, capsys):
+    added = ("<\x1b[31m>", "<two\nlines>")
+    folder = alter(healthy, tmp_path / "model", lambda weights: weights[EMBEDDING][-2:].zero_(), added=added)
+    assert main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and out.count(r"'<two\nlines>'") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "reason", "shown"),
+    [
+        (0.0, "rows of zeros", "norms 0 to 0"),
+        (math.nan, "rows that aren't finite", "whose rows aren't finite"),
+    ],
+)
+def test_where_no_row_is_usable_none_is_trained(healthy, tmp_path, value, reason, shown, capsys):
+    folder = alter(healthy, tmp_path / "model", lambda weights: weights[EMBEDDING].fill_(value))
+    matrix = look(folder, capsys=capsys)["models"][0]["matrices"]["embedding"]
+    assert {odd["reason"] for odd in matrix["ordinary"]["untrained"]} == {reason}
+    assert len(matrix["ordinary"]["untrained"]) == matrix["ordinary"]["rows"] == matrix["rows"] - 3
+    assert main([str(folder)]) == 0
+    assert shown in capsys.readouterr().out
+
+
 # Two models
 
 
