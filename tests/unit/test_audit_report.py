@@ -28,7 +28,7 @@ from hfpar.audit.report import (
 from hfpar.audit.report.compare import make_compare_page, summarize_changes
 from hfpar.audit.report.figures import draw_forest, draw_ratios
 from hfpar.audit.report.markdown import make_markdown
-from hfpar.audit.report.page import make_page
+from hfpar.audit.report.page import embedded, make_page
 from hfpar.audit.report.storage import in_order, write_file, write_report_json, write_text
 from hfpar.audit.results import (
     SCHEMA_VERSION,
@@ -505,6 +505,11 @@ def test_texts_cannot_become_markup(tmp_path):
     assert "<" not in page.scripts[0] and "bad()" not in page.scripts[-1] and "{{ 7 * 7 }}" in page.text
     item = json.loads(page.scripts[0])["items"][0]
     assert item["text"] == HOSTILE and item["item_id"] == HOSTILE and item["hits"] == [[0, 12]]
+
+
+def test_half_a_surrogate_pair_is_replaced_so_that_every_item_has_an_address():
+    found = json.loads(embedded({"item_id": "a\ud800b", "text": "\udfff\U0001f600<"}))
+    assert found == {"item_id": "a\ufffdb", "text": "\ufffd\U0001f600<"}
 
 
 def test_the_items_in_a_page_are_whole():

@@ -59,7 +59,7 @@
     })),
     items.some((item) => "loss" in item.logprobs) && {
       name: "loss", label: "Loss", title: "Mean negative log-likelihood of a token", width: "70px", small: true, numeric: true, value: (item) => -(item.logprobs.loss ?? -Infinity),
-      cell: (item) => ("loss" in item.logprobs ? (-item.logprobs.loss).toFixed(2) : "–"),
+      cell: (item) => (item.logprobs.loss != null ? (-item.logprobs.loss).toFixed(2) : "–"),
     },
     cutNames.length < 5 && { name: "text", label: "Text", small: true, value: (item) => item.text, cell: (item) => make("span", { class: "excerpt" }, item.text.slice(0, 160)) },
   ].filter(Boolean);

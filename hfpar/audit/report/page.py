@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib.resources import files
@@ -77,8 +78,12 @@ def render(template: str, **context: Any) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand inside a `script` element: nothing in it ends the element or opens a comment."""
-    text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
+    """JSON that can stand inside a `script` element: nothing in it ends the element or opens a comment.
+
+    Half a surrogate pair, which an address in the page can't hold, is replaced.
+    """
+    text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
