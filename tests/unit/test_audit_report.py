@@ -504,7 +504,8 @@ def test_texts_cannot_become_markup(tmp_path):
     assert page.tags.count("script") == 2 and "b" in page.tags and "<b>bold" not in text
     assert "<" not in page.scripts[0] and "bad()" not in page.scripts[-1] and "{{ 7 * 7 }}" in page.text
     item = json.loads(page.scripts[0])["items"][0]
-    assert item["text"] == HOSTILE and item["item_id"] == HOSTILE and item["hits"] == [[0, 12]]
+    whole = HOSTILE.replace("\ud800", "\ufffd")
+    assert item["text"] == whole and item["item_id"] == whole and item["hits"] == [[0, 12]]
 
 
 def test_half_a_surrogate_pair_is_replaced_so_that_every_item_has_an_address():
