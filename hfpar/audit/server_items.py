@@ -52,7 +52,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class _Text:
+class Known:
     """A text with what the server says of it."""
 
     text: str
@@ -106,10 +106,10 @@ class ServerProbe:
         question = planned.tokenized.text
         read, spelling = self._read(question)
         if isinstance(read, TooLong):
-            text = _Text(question, None, word_spans(question))
+            text = Known(question, None, word_spans(question))
             cuts = [CutResult(ratio, "bare", "too_long") for ratio in self.rules.ratios]
             return Probed(_result(planned, text, cuts), None, None)
-        text = _Text(question, read, word_spans(question) if read is None else read.spans)
+        text = Known(question, read, word_spans(question) if read is None else read.spans)
         cuts = [self._probe(text, self._cut(planned, text, ratio)) for ratio in self.rules.ratios]
         own = self._write(question_prompt(question), (NEXT_QUESTION,)) if ask else None
         return Probed(_result(planned, text, cuts), own, spelling)
@@ -126,14 +126,14 @@ class ServerProbe:
         except (SpellingError, HiddenError) as error:
             return None, str(error)
 
-    def _cut(self, planned: PlannedItem, text: _Text, ratio: float) -> Cut:
+    def _cut(self, planned: PlannedItem, text: Known, ratio: float) -> Cut:
         cut = plain_cut(text.text, ratio, self.rules.limits, text.fits)
         benchmarks = self.rules.applies_to.get(planned.set, ())
         return self.rules.known.skip(planned.tokenized, cut, benchmarks)
 
     # Verdicts
 
-    def _probe(self, text: _Text, cut: Cut) -> CutResult:
+    def _probe(self, text: Known, cut: Cut) -> CutResult:
         if cut.skipped:
             return CutResult(cut.ratio, "bare", cut.skipped)
         prefix, tail = text.text[: cut.position], text.text[cut.position :]
@@ -161,7 +161,7 @@ class ServerProbe:
         )
 
     def _settle(
-        self, text: _Text, position: int, before: Judgement | None, whole: str | None
+        self, text: Known, position: int, before: Judgement | None, whole: str | None
     ) -> Judgement | None:
         """By generation; None: prefix and tail don't fit into the context together."""
         tail = text.text[position:]
@@ -177,22 +177,26 @@ class ServerProbe:
         near_tie = before is not None and before.near_tie
         return Judgement(match(tail, written, ended=True), matched, near_tie, written, "generation")
 
-    def _continue(self, text: _Text, position: int) -> str | None:
-        """As much as it takes to tell whether the tail is completed."""
+    def _continue(self, text: Known, position: int) -> str | None:
+        """As much as it takes to tell whether the tail is completed; None: the context ends before."""
         prefix, tail = text.text[:position], text.text[position:]
         if text.scored is not None:
-            limits = [len(text.spans) - text.first_after(position) + _SPARE_TOKENS]
-        else:  # a token has two letters and more, or else a byte at least
-            limits = [len(tail) // 2 + 2 * _SPARE_TOKENS, len(tail.encode()) + _SPARE_TOKENS]
-        written: str | None = None
-        for most in limits:
-            answer = self.server.complete_one(prefix, most)
-            if isinstance(answer, TooLong):
-                break
-            written = answer
-            if not match(tail, written).is_open:
-                break
-        return written
+            num_tokens = len(text.spans) - text.first_after(position)
+            limits = (num_tokens + _SPARE_TOKENS, num_tokens)
+        else:  # a token has two letters and more, and often four
+            limits = (len(tail) // 2 + 2 * _SPARE_TOKENS, len(tail) // 4 + _SPARE_TOKENS)
+        written = self.server.complete_one(prefix, limits[0])
+        is_short = isinstance(written, TooLong)
+        if is_short:
+            written = self.server.complete_one(prefix, limits[1])
+        if text.scored is None and isinstance(written, str) and match(tail, written).is_open:
+            # No token has less than a byte.
+            written = (
+                TooLong("")
+                if is_short
+                else self.server.complete_one(prefix, len(tail.encode()) + _SPARE_TOKENS)
+            )
+        return None if isinstance(written, TooLong) else written
 
     def _write(self, prompt: str, stop: Sequence[str] = ()) -> str | None:
         """A whole continuation, a shorter one if the context ends before; None: there is no place for any."""
@@ -247,7 +251,7 @@ def _divergence(scored: ScoredText, start: int, num_common: int) -> int:
 # Results
 
 
-def _result(planned: PlannedItem, text: _Text, cuts: Sequence[CutResult]) -> ItemResult:
+def _result(planned: PlannedItem, text: Known, cuts: Sequence[CutResult]) -> ItemResult:
     """Hits and the longest run are known from the cuts on only, and in words, where there are no scores."""
     if text.scored is not None:
         run = longest_run(text.spans, text.scored.hits)
@@ -274,7 +278,7 @@ def _result(planned: PlannedItem, text: _Text, cuts: Sequence[CutResult]) -> Ite
     )
 
 
-def _matched(text: _Text, cut: CutResult) -> Run:
+def _matched(text: Known, cut: CutResult) -> Run:
     """The words behind a cut that the model wrote."""
     first = text.first_after(cut.cut)
     start, end = text.spans[first][0], text.spans[first + cut.matched_tokens - 1][1]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,16 +23,20 @@ from hfpar.audit.comparing import read_items, run_comparison
 from hfpar.audit.forward import Forward
 from hfpar.audit.generate import Generator
 from hfpar.audit.main import main
-from hfpar.audit.prefix import TextTokenizer
-from hfpar.audit.probe import Probe, ProbeSettings
+from hfpar.audit.plan import plain_cut
+from hfpar.audit.prefix import TailLimits, TextTokenizer, TokenizedText
+from hfpar.audit.probe import PlannedItem, Probe, ProbeSettings
 from hfpar.audit.results import ItemResult
-from hfpar.audit.server import CompletionServer
+from hfpar.audit.server import CompletionServer, ServerToken
 from hfpar.audit.server_audit import read_key, run_server_audit
 from hfpar.audit.server_http import ServerError
-from hfpar.audit.server_items import judge
+from hfpar.audit.server_items import CutRules, Known, ServerProbe, judge
 from hfpar.audit.server_probe import ScoredText
-from hfpar.audit.sets import limits_of, load_sets, plan_items, ratios_of
+from hfpar.audit.sets import KnownEndings, limits_of, load_sets, plan_items, ratios_of
+from hfpar.audit.text import word_spans
 from hfpar.config.audit_schema import AuditConfig
+from hfpar.config.audit_validate import validate_audit
+from hfpar.data.benchmarks import BenchmarkItem
 from hfpar.errors import ConfigError
 from hfpar.models.tiny import build_tiny_model
 
@@ -412,7 +416,7 @@ def test_texts_that_do_not_fit_and_tokens_that_do_not_spell(
         server.spoils = text(2)
         config = make_config(server, generate=True, max_new_tokens=64)
         lengths = [len(server.tokenizer(text(item)).input_ids) for item in range(NUM_ITEMS)]
-        server.context = max(lengths[: NEW.start]) + 1  # one token is asked for
+        server.context = max(lengths[: NEW.start]) + 8  # a text whose tokens aren't known needs some more
         report = run_server_audit(config)
     found = {item.item_id: item for item in results_of(config) if item.set == "made_up"}
     long = {f"n{number}" for number in NEW}
@@ -483,3 +487,62 @@ def test_what_scores_leave_open(best: str | None, tie: bool, expected: tuple[Any
     found = judge("a old pond", 1, known)
     assert (found.match.strict, found.match.normalized, found.near_tie) == expected
     assert found.matched_tokens == 1 and found.is_open is (expected[0] is None)
+
+
+def test_words_and_tokens_that_a_continuation_begins_with() -> None:
+    text = "a cat sat on"
+    by_words = Known(text, None, word_spans(text))
+    for written, count in (
+        (" cat sat on", 3),
+        (" cat sat on it", 3),
+        (" cats sat", 0),
+        (" cat sat", 1),
+        (" dog", 0),
+    ):
+        assert by_words.num_common(1, written) == count, written
+    spans = [(0, 1), (1, 5), (5, 9), (9, 12)]
+    by_tokens = Known(text, scored(spans, [True] * 4, [None] * 4, [False] * 4), spans)
+    assert by_tokens.num_common(1, " cat sits") == 1
+    assert by_tokens.fits(5) and not by_tokens.fits(6) and by_words.fits(6)
+
+
+def test_a_cut_falls_between_tokens() -> None:
+    question = "a cat sat on the mat by the old red sea"
+    pieces = ["a", " cat", " sat", " on", " the", " mat by", " the", " old", " red", " sea"]
+    tokens = [ServerToken(piece, -0.1 if i else None, piece, -0.1, -5.0) for i, piece in enumerate(pieces)]
+
+    class Stub:
+        def score_one(self, text: str) -> list[ServerToken]:
+            return tokens
+
+    rules = CutRules([0.4, 0.55], TailLimits(2, 4), KnownEndings([]), {})
+    probe = ServerProbe(cast(Any, Stub()), ProbeSettings(), rules, scores=True)
+    item = BenchmarkItem("1", "line 1", question, None, None)
+    found = probe(PlannedItem("made_up", item, TokenizedText(question, [], [], 0), []), ask=False).result
+    assert [question[: cut.cut] for cut in found.cuts] == ["a cat sat on", "a cat sat on the"]
+    assert [(cut.exact, cut.tail_tokens, cut.matched_tokens) for cut in found.cuts] == [
+        (True, 6, 6),
+        (True, 5, 5),
+    ]
+    assert plain_cut(question, 0.55, TailLimits(2, 4)).position == len("a cat sat on the mat")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"request_concurrency": 0}, "request_concurrency: 0; must be a whole number of at least 1"),
+        ({"dtype": "float16"}, "dtype: float16 with backend: openai"),
+        ({"reference_model": "other"}, "reference_model: other with backend: openai"),
+        ({"base_url": None}, "base_url: missing"),
+        ({"backend": "transformers"}, "base_url: http://host/v1 without a server"),
+        (
+            {"backend": "transformers", "base_url": None, "request_timeout": 5.0},
+            "request_timeout: 5.0 without a server",
+        ),
+    ],
+)
+def test_settings_that_contradict_a_server(settings: dict[str, Any], says: str) -> None:
+    config = AuditConfig(model_name_or_path=NAME, backend="openai", base_url="http://host/v1")
+    validate_audit(config)
+    with pytest.raises(ConfigError, match=says):
+        validate_audit(replace(config, **settings))
