@@ -17,7 +17,9 @@ ones (AUC; recall where 1 % of the held-out items are taken for planted), since 
 
 Verdicts that should be "no evidence" come from null models on MATH-500 and on random draws of 200 of its items, and,
 which is harder, from planted models on their held-out halves, whose controls are copies of the same half. Draws of one
-model share its items and its controls: their share of false alarms is an average, not an independent sample.
+model share its items and its controls: their share of false alarms is an average, not an independent sample. Since
+such models complete nothing by chance, a third kind of draw splits what a planted model makes of MATH-500 at random:
+100 items as the benchmark, the others, planted ones among them, as its control.
 """
 
 from __future__ import annotations
@@ -58,13 +60,11 @@ from rich.table import Table  # noqa: E402
 
 from hfpar.accelerator import Launch, LaunchDefaults  # noqa: E402
 from hfpar.audit.conclude import compare, conclude, test_ratios  # noqa: E402
-from hfpar.audit.prefix import is_boundary  # noqa: E402
-from hfpar.audit.results import CutResult, ItemResult, Report, item_from_dict  # noqa: E402
+from hfpar.audit.results import ItemResult, Report, item_from_dict  # noqa: E402
 from hfpar.audit.run import run_audit  # noqa: E402
 from hfpar.audit.statistics import auc, share  # noqa: E402
 from hfpar.audit.summarize import SetInfo, cut_at, is_hit  # noqa: E402
 from hfpar.audit.tails import last_change  # noqa: E402
-from hfpar.audit.text import count_words, normalize  # noqa: E402
 from hfpar.config.audit_schema import AuditConfig  # noqa: E402
 from hfpar.config.engine import DDPSettings  # noqa: E402
 from hfpar.data.benchmarks import BenchmarkItem, load_benchmark  # noqa: E402
@@ -189,28 +189,26 @@ def _level(audited: Audited, drawn: Sequence[ItemResult]) -> str:
     return conclude(audited.infos, items, comparisons, test_ratios(comparisons))[0].level
 
 
-def with_short_tails(audited: Audited) -> Audited:
-    """The same with tails of the last 20 and 10 %, however short, which anyone may complete.
+def split_alarms(audited: Audited, size: int, num_draws: int, seed: int) -> tuple[int, int]:
+    """The same of random splits of the benchmark itself: some items for the benchmark, the others for its control.
 
-    The audit leaves them out. Here they show whether the tests keep their level where a model does complete something.
-    No model is needed: a tail is completed where all of its tokens are first choices.
+    Planted items are completed on both sides alike, so that there is nothing to find, and chance has something to play
+    with: where hardly anything is completed, as in the other draws, no test could give a false alarm.
     """
-    texts = {item.item_id: normalize(item.text) for item in audited.items[audited.benchmark]}
-
-    def cut(item: ItemResult, ratio: float) -> CutResult:
-        ends = range(int(ratio * len(item.text)), 0, -1)
-        position = next((end for end in ends if is_boundary(item.text, end)), 0)
-        tail = item.text[position:]
-        if not position or texts.get(item.pair_id or "", "").endswith(normalize(tail)):
-            return CutResult(ratio, "bare", "same_as_benchmark")
-        hit = any(start <= position + 1 and end >= len(item.text) for start, end in item.hits)
-        return CutResult(ratio, "bare", None, position, count_words(tail), exact=hit)
-
-    items = {
-        name: [replace(item, cuts=[cut(item, ratio) for ratio in (0.8, 0.9)]) for item in found]
-        for name, found in audited.items.items()
-    }
-    return replace(audited, items=items)
+    name, rng = audited.benchmark, random.Random(f"splits:{seed}")
+    own = next(info for info in audited.infos if info.name == name)
+    infos = [own, SetInfo("others", "control", "file", own.source, own.sha256, applies_to=(name,))]
+    remembered = functools.cache(last_change)
+    alarms = 0
+    with unittest.mock.patch("hfpar.audit.conclude.last_change", remembered):
+        for _ in range(num_draws):
+            drawn = rng.sample(audited.items[name], len(audited.items[name]))
+            items = {name: drawn[:size], "others": drawn[size:]}
+            comparisons = compare(infos, items)
+            verdict = conclude(infos, items, comparisons, test_ratios(comparisons))[0]
+            assert verdict.level != "untested", verdict.text
+            alarms += verdict.level in ("some", "strong")
+    return alarms, num_draws
 
 
 # One model after another
@@ -285,7 +283,6 @@ def _measure(job: Job) -> dict[str, Any]:
     if job.is_null:
         result["held_out"] = [as_row(found[item.item_id]) for item in items]
         result["alarms"] = false_alarms(whole, 200, job.num_draws, job.seed)
-        result["alarms_short"] = false_alarms(with_short_tails(whole), 200, job.num_draws, job.seed)
         return result
     planted, held_out = deal(items, job.seed)
     result["planted"] = [
@@ -296,7 +293,7 @@ def _measure(job: Job) -> dict[str, Any]:
     result["held_out_level"] = half.report.verdicts[0].level
     result["held_out_verdict"] = half.report.verdicts[0].text
     result["alarms"] = false_alarms(half, 125, job.num_draws, job.seed)
-    result["alarms_short"] = false_alarms(with_short_tails(half), 125, job.num_draws, job.seed)
+    result["splits"] = split_alarms(whole, 100, job.num_draws, job.seed)
     return result
 
 
@@ -335,11 +332,9 @@ def summarize(planted: Sequence[Mapping[str, Any]], nulls: Sequence[Mapping[str,
         for grade in ("A", "B")
     }
     alarms = {
-        key: [
-            sum(one[key][0] for one in group) / max(1, sum(one[key][1] for one in group))
-            for group in (nulls, planted)
-        ]
-        for key in ("alarms", "alarms_short")
+        "null models": [one["alarms"] for one in nulls],
+        "held-out halves": [one["alarms"] for one in planted],
+        "random splits": [one["splits"] for one in planted],
     }
     return {
         "methods": methods,
@@ -347,10 +342,9 @@ def summarize(planted: Sequence[Mapping[str, Any]], nulls: Sequence[Mapping[str,
         "grades": {grade: asdict(one) for grade, one in grades.items()},
         "grades_on_nulls": sum(row["grade"] in ("A", "B") for one in nulls for row in one["held_out"]),
         "grades_on_controls": sum(one["control_grades"] for one in planted),
-        "alarms": {"null models": alarms["alarms"][0], "held-out halves": alarms["alarms"][1]},
-        "alarms_short": {
-            "null models": alarms["alarms_short"][0],
-            "held-out halves": alarms["alarms_short"][1],
+        "alarms": {
+            name: sum(hits for hits, _ in found) / sum(total for _, total in found)
+            for name, found in alarms.items()
         },
         "levels": {
             "planted": [one["level"] for one in planted],
@@ -427,9 +421,9 @@ def goals(figures: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
             not wrong,
         ),
         (
-            "verdicts of planted models: strong evidence",
-            f"{levels['planted'].count('strong')} of {len(levels['planted'])}",
-            set(levels["planted"]) == {"strong"},
+            "verdicts of planted models: some or strong evidence",
+            ", ".join(levels["planted"]),
+            set(levels["planted"]) <= {"some", "strong"},
         ),
     ]
 
@@ -457,8 +451,7 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     console.print(table)
     console.print(
         f"Of grade A or B are {figures['grades_on_nulls']} items of null models and "
-        f"{figures['grades_on_controls']} of the planted models' controls. False alarms among draws where tails are "
-        f"the last 20 and 10 %, however short: {as_shares(figures['alarms_short'])}."
+        f"{figures['grades_on_controls']} of the planted models' controls."
     )
 
 
