@@ -98,6 +98,7 @@ def _intrusions(sets: Sequence[AuditSet], items: Mapping[str, Sequence[ItemResul
                 {
                     item.item_id: gold_answer(item, control.benchmark.answer_kind)
                     for item in control.benchmark.items
+                    if item.pair_set == one.name  # another benchmark may have an item of the same id
                 },
                 lambda gold, answer, kind=kind: answers_equal(gold, answer, kind),  # type: ignore[misc]
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -53,8 +54,11 @@ def run_comparison(config: AuditConfig, launch: Launch) -> list[tuple[str, Repor
 
 def _labels(names: list[str]) -> list[str]:
     """The last parts of the paths, and more of them where these are the same."""
+    paths = [Path(name).expanduser() for name in names]
+    # `.` and `..` have no name of their own.
+    paths = [Path(os.path.abspath(path)) if path.is_dir() else path for path in paths]
     for depth in range(1, 5):
-        labels = ["-".join(Path(name.rstrip("/")).parts[-depth:]).strip("/-") for name in names]
+        labels = ["-".join(path.parts[-depth:]).strip("/-") for path in paths]
         if len(set(labels)) == len(labels):
             return labels
     raise ConfigError(f"compare: {', '.join(names)}; each may stand once")

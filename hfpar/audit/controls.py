@@ -81,6 +81,7 @@ def _copy(benchmark: str, item: BenchmarkItem, turn: int, seed: int) -> Benchmar
         answer=None,
         solution=None,
         pair_id=item.item_id,
+        pair_set=benchmark,
     )
 
 

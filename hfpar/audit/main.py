@@ -10,6 +10,8 @@ from hfpar.config.load import parse_audit_config
 from hfpar.errors import HfparError
 from hfpar.train.endings import run_to_exit_code
 
+STOPPED = "hfpar: stopped; finished items are kept, the same command again goes on from there"
+
 
 class EvidenceFound(HfparError):
     """A benchmark's evidence is what `fail_on` says."""
@@ -24,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; 1 where `fail_on` says so, or for a failure; 2 for what the user can mend; 130 for Ctrl-C.
     """
-    return run_to_exit_code(lambda: _run(parse_audit_config(list(argv))), current_rank())
+    return run_to_exit_code(lambda: _run(parse_audit_config(list(argv))), current_rank(), stopped=STOPPED)
 
 
 def _run(config: AuditConfig) -> None:
@@ -36,7 +38,15 @@ def _run(config: AuditConfig) -> None:
     if config.compare is not None:
         from hfpar.audit.comparing import run_comparison
 
-        run_comparison(config, read_launch())
+        reports = run_comparison(config, read_launch())
+        fail_if_found(
+            config,
+            [
+                (f"{label}: {verdict.benchmark}", verdict.level)
+                for label, report in reports
+                for verdict in report.verdicts
+            ],
+        )
         return
     from hfpar.audit.backends import audit
 

@@ -11,6 +11,7 @@ from hfpar.errors import ConfigError
 
 BUILTIN_CONTROLS = ("perturbed", "random_calculation")
 DEFAULT_RATIOS = (0.4, 0.6)
+MOST_PERMUTATIONS = 10_000
 
 _AT_LEAST_ONE = (
     "num_control_items",
@@ -101,6 +102,11 @@ def _check_values(config: AuditConfig) -> None:
         raise ConfigError(f"ratios: {show(ratios)}; each may stand once")
     if not 0 < config.alpha < 1:
         raise ConfigError(f"alpha: {config.alpha}; must be above 0 and below 1, such as 0.05")
+    if config.order_permutations > MOST_PERMUTATIONS:
+        raise ConfigError(
+            f"order_permutations: {config.order_permutations}; must be at most {MOST_PERMUTATIONS}: eight items have "
+            "no more orders than four times that"
+        )
     if config.tie_tolerance < 0:
         raise ConfigError(f"tie_tolerance: {config.tie_tolerance}; must be 0 or more")
     if config.request_timeout <= 0:

@@ -68,6 +68,8 @@ class BenchmarkItem:
     """A worked solution, if the benchmark has one; GSM8K's is its answer."""
     pair_id: str | None = None
     """Of a control: `item_id` of the benchmark's item that it varies."""
+    pair_set: str | None = None
+    """Name of the benchmark whose item that is: ids may come in several."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,8 @@ def _paired(
             found = found or next(iter(candidates), None)
         if found:
             owners[found[0]] += 1
-        paired.append(replace(item, pair_id=found[1] if found else None))
+        pair_set, pair_id = found or (None, None)
+        paired.append(replace(item, pair_id=pair_id, pair_set=pair_set))
     return paired, owners
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hfpar.accelerator import launcher_reports_deaths
@@ -33,8 +33,13 @@ class Ending:
     """Another rank's end is the reason, and that rank may have said it."""
 
 
-def run_to_exit_code(work: Callable[[], object], rank: int) -> int:
+def run_to_exit_code(work: Callable[[], object], rank: int, *, stopped: str = STOPPED) -> int:
     """Do a rank's work and turn every ending into an exit code.
+
+    Args:
+        work: what to do.
+        rank: of this process.
+        stopped: what to say after Ctrl-C.
 
     Returns:
         0; 2 for what the user can mend; 130 for Ctrl-C; 1 for anything else. With more than one rank this doesn't
@@ -53,7 +58,7 @@ def run_to_exit_code(work: Callable[[], object], rank: int) -> int:
             _is_first_to_say()
             traceback.print_exc()
             return _leave(1)
-        _say(ending, rank)
+        _say(replace(ending, line=stopped) if ending.line == STOPPED else ending, rank)
         return _leave(ending.exit_code)
 
 

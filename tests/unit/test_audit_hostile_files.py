@@ -6,13 +6,17 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from hfpar.audit.build import _intrusions as find_intrusions
+from hfpar.audit.comparing import _labels as checkpoint_labels
 from hfpar.audit.folder import AuditFolder
-from hfpar.audit.results import Stratum
+from hfpar.audit.main import main
+from hfpar.audit.results import ItemResult, Stratum
 from hfpar.audit.sets import load_sets
 from hfpar.audit.statistics import newcombe
 from hfpar.config.audit_schema import AuditConfig
@@ -100,6 +104,87 @@ def test_two_sets_of_one_name_are_refused(tmp_path: Path, names: tuple[str, ...]
                 controls=dict.fromkeys(names, control),
             )
         )
+
+
+def test_pairs_know_whose_items_they_vary(tmp_path: Path) -> None:
+    """Both benchmarks number their items from 0."""
+    files = {
+        "gsm8k": write_questions(tmp_path / "test.jsonl", range(5)),
+        "gsm8k_train": write_questions(tmp_path / "train.jsonl", range(10, 15)),
+    }
+    seeds = [
+        json.loads(line)["question"]
+        for path in files.values()
+        for line in Path(path).read_text().splitlines()
+    ]
+    rows = [
+        {"question": f"{seed} Why?", "answer": "1", "seed_question": seed} for seed in (seeds[3], seeds[6])
+    ]
+    (tmp_path / "varied.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = load_sets(
+        config(
+            tmp_path,
+            benchmarks="gsm8k,gsm8k_train",
+            benchmark_files=files,
+            controls={"varied": str(tmp_path / "varied.jsonl")},
+        )
+    )
+    found = {one.name: [(item.pair_set, item.pair_id) for item in one.benchmark.items] for one in sets}
+    assert found["varied"] == [("gsm8k", "3"), ("gsm8k_train", "1")]
+    assert set(found["gsm8k_train-perturbed"]) <= {("gsm8k_train", str(number)) for number in range(5)}
+    items = {
+        one.name: [
+            ItemResult(
+                one.name, item.item_id, "", "", 0, [], 0, [0, 0], {}, [], own_answer="7", own_answer_right=False,
+                pair_id=item.pair_id,
+            )
+            for item in one.benchmark.items
+        ]
+        for one in sets
+    }  # fmt: skip
+    assert [(one.benchmark, one.num_pairs) for one in find_intrusions(sets, items)] == [
+        ("gsm8k", 1),
+        ("gsm8k_train", 1),
+    ]
+
+
+def test_checkpoints_beside_each_other_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.` would be the comparison's own folder, and `..` the one above it."""
+    (tmp_path / "run" / "last").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run" / "last")
+    assert checkpoint_labels([".", "..", "org/model"]) == ["last", "run", "model"]
+    with pytest.raises(ConfigError, match="each may stand once"):
+        checkpoint_labels([".", "../last"])
+
+
+def test_a_comparison_fails_where_one_of_its_checkpoints_has_seen_something(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdicts = [SimpleNamespace(benchmark="exam", level=level) for level in ("none", "strong")]
+    reports = [(name, SimpleNamespace(verdicts=[one])) for name, one in zip("ab", verdicts, strict=True)]
+    monkeypatch.setattr("hfpar.audit.comparing.run_comparison", lambda *_: reports)
+    flags = ["--compare", "a", "b"]
+    assert main([*flags, "--fail_on", "some"]) == 1
+    assert "seen b: exam (strong evidence)" in capsys.readouterr().err
+    assert main(flags) == 0
+
+
+def test_a_stopped_audit_is_told_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hfpar.audit.comparing.run_comparison", stop)
+    monkeypatch.setattr("hfpar.train.endings._ignore_interrupts", lambda: None)
+    assert main(["--compare", "a", "b"]) == 130
+    assert "the same command again" in capsys.readouterr().err
+
+
+def test_no_more_orders_are_asked_for_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight items have 40,320; looking for another would never end."""
+    assert main(["--model_name_or_path", "m", "--order_test", "--order_permutations", "50000"]) == 2
+    assert "order_permutations: 50000; must be at most 10000" in capsys.readouterr().err
 
 
 def test_half_a_character_is_told_with_its_place(tmp_path: Path) -> None:
