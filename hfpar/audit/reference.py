@@ -33,9 +33,13 @@ def reference_losses(
 ) -> Reference:
     """Read every text with the reference model, which is gone again before the audited one is loaded."""
     settings = replace(model_settings(config), name=str(config.reference_model), base=None)
-    on_main(layout, lambda: fetch_model(settings), may_take_long="reference")
+    on_main(layout, lambda: fetch_model(settings), may_take_long=f"reference for {config.model_name_or_path}")
     with open_model(settings) as source:
-        hashes = on_main(layout, lambda: hash_model(source), may_take_long="reference hashes")
+        hashes = on_main(
+            layout,
+            lambda: hash_model(source),
+            may_take_long=f"reference hashes for {config.model_name_or_path}",
+        )
         tokenizer = TextTokenizer(source.tokenizer)
         planned = plan_items(sets, tokenizer, [], limits_of(config), None)
         limit = source.max_length

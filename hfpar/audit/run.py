@@ -38,16 +38,20 @@ def run_audit(config: AuditConfig, launch: Launch) -> Report:
     check_engine(launch)
     accelerator = start(launch)
     device, layout = device_of(accelerator), Layout(launch.rank, launch.world_size)
-    on_main(layout, lambda: len(load_sets(config)), may_take_long="sets")  # one rank downloads
+    on_main(
+        layout, lambda: len(load_sets(config)), may_take_long=f"sets of {config.model_name_or_path}"
+    )  # one rank downloads
     sets = load_sets(config)
     say = Say(launch.is_main)
 
     settings = model_settings(config)
     reference = reference_losses(config, sets, layout, device, say) if config.reference_model else None
-    on_main(layout, lambda: fetch_model(settings), may_take_long="model")
+    on_main(layout, lambda: fetch_model(settings), may_take_long=f"model of {config.model_name_or_path}")
     with open_model(settings) as source:
         say(f"{settings.name}: hashing the weights")
-        hashes = on_main(layout, lambda: hash_model(source), may_take_long="hashes")
+        hashes = on_main(
+            layout, lambda: hash_model(source), may_take_long=f"hashes of {config.model_name_or_path}"
+        )
         folder = AuditFolder(config, [*hashes, *(one.info.sha256 for one in sets)], layout)
         tokenizer = TextTokenizer(source.tokenizer)
         planned = plan_items(sets, tokenizer, ratios_of(config), limits_of(config), source.max_length)
@@ -76,7 +80,11 @@ def run_audit(config: AuditConfig, launch: Launch) -> Report:
         timing=Timing(time.monotonic() - begin, seconds, num_tokens, layout.world_size),
         warnings=[*loaded.warnings, *notes(len(planned), len(done), num_too_long)],
     )
-    on_main(layout, lambda: publish(folder.path, report, items, sets), may_take_long="report")
+    on_main(
+        layout,
+        lambda: publish(folder.path, report, items, sets),
+        may_take_long=f"report of {config.model_name_or_path}",
+    )
     folder.release()
     finish(accelerator)
     return report
