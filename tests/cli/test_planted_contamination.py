@@ -66,7 +66,9 @@ def models(planting, problems, tmp_path_factory):
     """One that has read some of the problems, and others with other numbers; and one that has read none."""
     torch.set_num_threads(1)
     rng = random.Random(6)
-    sizes = planting.Sizes(hidden_size=96, num_hidden_layers=2, vocab_size=640, tokens_per_step=160, learning_rate=3e-3)
+    sizes = planting.Sizes(
+        hidden_size=96, num_hidden_layers=2, vocab_size=640, tokens_per_step=160, learning_rate=3e-3
+    )
     filler = [story(rng) for _ in range(100)]
     tokenizer = planting.train_tokenizer(filler, sizes.vocab_size)
     planted = [planting.Planted(item, COPIES, "question only") for item in problems[:16]]
