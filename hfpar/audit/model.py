@@ -98,6 +98,7 @@ def open_model(settings: ModelSettings) -> Iterator[ModelSource]:
             raise ConfigError(f"base: {settings.base}, but {folder} is a whole model; leave base out")
         config = load.load_model_config(folder, trust_remote_code=trust)
         tokenizer = load.load_tokenizer(folder, trust_remote_code=trust)
+        load.check_words(tokenizer, folder)
         yield ModelSource(settings, folder, None, None, config, tokenizer, folder, QuantizationChoice())
         return
     with open_run(folder, settings.base, trust_remote_code=trust) as run:
@@ -110,6 +111,7 @@ def open_model(settings: ModelSettings) -> Iterator[ModelSource]:
                 skip_modules=run.config.llm_int8_skip_modules,
             )
         own = (run.adapter / "tokenizer_config.json").is_file()
+        load.check_words(run.tokenizer, run.adapter if own else run.base)
         yield ModelSource(
             replace(settings, trust_remote_code=run.trust_remote_code),
             run.base,
