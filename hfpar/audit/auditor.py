@@ -14,7 +14,7 @@ from hfpar.audit.model import LoadedModel, ModelSource
 from hfpar.audit.order import make_shards, order_test, rank_of
 from hfpar.audit.prefix import TextTokenizer
 from hfpar.audit.probe import PlannedItem, Probe, ProbeSettings, chat_prompt
-from hfpar.audit.ranks import Say, batches_of, gather, progress
+from hfpar.audit.ranks import Say, batches_of, gather, progress, token_budget
 from hfpar.audit.results import ItemResult, OrderTest
 from hfpar.audit.sets import AuditSet
 from hfpar.audit.store import Key, LineStore
@@ -40,6 +40,7 @@ class Auditor:
         self.config, self.sets, self.source, self.layout, self.say = config, sets, source, layout, say
         self.kinds = {one.name: one.benchmark.answer_kind for one in sets}
         self.tokenizer = tokenizer
+        self.budget = token_budget(config, next(loaded.model.parameters()).device)
         ends = end_tokens(source)
         self.probe_model = Probe(
             Forward(loaded.model, packs=loaded.packs),
@@ -52,7 +53,7 @@ class Auditor:
                 answers=config.answers,
                 max_new_tokens=config.max_new_tokens,
                 tie_tolerance=config.tie_tolerance,
-                max_tokens_per_batch=config.max_tokens_per_batch,
+                max_tokens_per_batch=self.budget,
             ),
         )
         if config.chat_template and not getattr(source.tokenizer, "chat_template", None):
@@ -66,9 +67,7 @@ class Auditor:
         Returns:
             Tokens read on all ranks.
         """
-        batches = batches_of(
-            [len(item.tokenized.input_ids) for item in planned], self.config.max_tokens_per_batch
-        )
+        batches = batches_of([len(item.tokenized.input_ids) for item in planned], self.budget)
         mine = batches[self.layout.rank :: self.layout.world_size]
         left = [batch for batch in mine if any(planned[index].key not in done for index in batch)]
         num_tokens = 0
@@ -109,7 +108,7 @@ class Auditor:
 
     def order_tests(self) -> list[OrderTest]:
         """Compare the files' own orders with shuffled ones; every rank takes some of the shards."""
-        most = min(self.source.max_length or 2048, self.config.max_tokens_per_batch)
+        most = min(self.source.max_length or 2048, max(self.budget, 4096))
         benchmarks = [one for one in self.sets if one.info.role == "benchmark"]
         shards = [
             shard

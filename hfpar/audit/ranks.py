@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -15,6 +16,7 @@ from hfpar.audit.probe import PlannedItem
 from hfpar.audit.results import ItemResult, item_from_dict
 from hfpar.audit.store import LineStore
 from hfpar.audit.summarize import without_shared_runs
+from hfpar.config.audit_schema import AuditConfig
 from hfpar.data.packing import pack
 from hfpar.parallel.layout import Layout
 from hfpar.train.checkpoint import on_main
@@ -39,6 +41,13 @@ def gather(value: Any, layout: Layout) -> list[Any]:
     values: list[Any] = [None] * layout.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def token_budget(config: AuditConfig, device: torch.device) -> int:
+    """Tokens of a batch: the config's, or what suits the device."""
+    if config.max_tokens_per_batch is not None:
+        return config.max_tokens_per_batch
+    return 1024 if device.type == "cpu" else 8192
 
 
 def batches_of(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from hfpar.audit.forward import Forward
 from hfpar.audit.model import fetch_model, hash_model, load_audited, model_settings, open_model
 from hfpar.audit.prefix import TextTokenizer
-from hfpar.audit.ranks import Say, batches_of, gather, progress
+from hfpar.audit.ranks import Say, batches_of, gather, progress, token_budget
 from hfpar.audit.results import ModelInfo
 from hfpar.audit.sets import AuditSet, limits_of, plan_items
 from hfpar.audit.store import Key
@@ -46,7 +46,7 @@ def reference_losses(
         planned = [item for item in planned if limit is None or len(item.tokenized.input_ids) <= limit]
         loaded = load_audited(source, device)
     forward = Forward(loaded.model, packs=loaded.packs)
-    batches = batches_of([len(item.tokenized.input_ids) for item in planned], config.max_tokens_per_batch)
+    batches = batches_of([len(item.tokenized.input_ids) for item in planned], token_budget(config, device))
     mine = batches[layout.rank :: layout.world_size]
     losses: dict[Key, float] = {}
     with progress(sum(map(len, mine)), "reference", say.is_main) as advance:

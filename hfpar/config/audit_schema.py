@@ -74,8 +74,9 @@ class AuditConfig:
     """The same in characters."""
     alpha: float = 0.05
     """Level of the tests, after Holm's correction."""
-    max_tokens_per_batch: int = 4096
-    """Tokens of a forward pass, packed; and of a batch of generation."""
+    max_tokens_per_batch: int | None = None
+    """Tokens of a forward pass, packed; and of a batch of generation. Null: 1024 on a CPU, whose allocator gives larger
+    pieces back to the system and asks for them anew, and 8192 on a GPU."""
     seed: int = 42
     """Of controls, bootstrap and permutations."""
 
