@@ -47,7 +47,7 @@ def token_budget(config: AuditConfig, device: torch.device) -> int:
     """Tokens of a batch: the config's, or what suits the device."""
     if config.max_tokens_per_batch is not None:
         return config.max_tokens_per_batch
-    return 1024 if device.type == "cpu" else 8192
+    return 4096 if device.type == "cpu" else 8192
 
 
 def batches_of(lengths: Sequence[int], budget: int) -> list[list[int]]:

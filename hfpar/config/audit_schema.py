@@ -75,8 +75,8 @@ class AuditConfig:
     alpha: float = 0.05
     """Level of the tests, after Holm's correction."""
     max_tokens_per_batch: int | None = None
-    """Tokens of a forward pass, packed; and of a batch of generation. Null: 1024 on a CPU, whose allocator gives larger
-    pieces back to the system and asks for them anew, and 8192 on a GPU."""
+    """Tokens of a forward pass, packed; and of a batch of generation. Null: 4096 on a CPU and
+    8192 on a GPU."""
     seed: int = 42
     """Of controls, bootstrap and permutations."""
 
