@@ -19,7 +19,6 @@ from hfpar.audit.results import ItemResult, OrderTest
 from hfpar.audit.sets import AuditSet
 from hfpar.audit.store import Key, LineStore
 from hfpar.config.audit_schema import AuditConfig
-from hfpar.errors import ConfigError
 from hfpar.parallel.layout import Layout
 
 
@@ -50,16 +49,11 @@ class Auditor:
                 method=config.method,
                 chat_template=config.chat_template,
                 generate=config.generate,
-                answers=config.answers,
                 max_new_tokens=config.max_new_tokens,
                 tie_tolerance=config.tie_tolerance,
                 max_tokens_per_batch=self.budget,
             ),
         )
-        if config.chat_template and not getattr(source.tokenizer, "chat_template", None):
-            raise ConfigError(
-                "chat_template: true, but the model's tokenizer has no chat template; leave it out"
-            )
 
     def probe(self, planned: Sequence[PlannedItem], done: set[Key], store: LineStore) -> int:
         """Probe this rank's share of what isn't done yet, and keep each batch as soon as it is.

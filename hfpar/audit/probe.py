@@ -50,7 +50,6 @@ class ProbeSettings:
     method: Literal["forward", "generate"] = "forward"
     chat_template: bool = False
     generate: bool = False
-    answers: bool = False
     max_new_tokens: int = 512
     tie_tolerance: float = 1e-4
     max_tokens_per_batch: int = 4096

@@ -58,23 +58,27 @@ def batches_of(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def collect(store: LineStore, planned: Sequence[PlannedItem], layout: Layout) -> dict[str, list[ItemResult]]:
-    """Every rank's results, brought together in the order of the sets, on every rank; rank 0 writes them.
+    """Every rank's results, brought together in the order of the sets and written, by rank 0; others get none.
 
     Grades are settled here, where an item's text can be held against the others of its set.
     """
-    part = LineStore(store.folder, store.name).part(layout.rank)
+    part = store.part(layout.rank)
     mine = part.read_text(encoding="utf-8").splitlines() if part.is_file() else []
     texts = [text for lines in gather(mine, layout) for text in lines]
-    found = {} if layout.rank else store.read()
-    found = gather(found, layout)[0]
-    for text in texts:
-        line = json.loads(text)
-        found.setdefault((line["set"], line["item_id"]), line)
+
     items: dict[str, list[ItemResult]] = {}
-    for item in planned:
-        items.setdefault(item.set, []).append(item_from_dict(found[item.key]))
-    items = {name: without_shared_runs(results) for name, results in items.items()}
-    on_main(layout, lambda: store.write([asdict(result) for results in items.values() for result in results]))
+
+    def bring_together() -> None:
+        found = store.read()
+        for text in texts:
+            line = json.loads(text)
+            found.setdefault((line["set"], line["item_id"]), line)
+        for item in planned:
+            items.setdefault(item.set, []).append(item_from_dict(found[item.key]))
+        items.update({name: without_shared_runs(results) for name, results in items.items()})
+        store.write([asdict(result) for results in items.values() for result in results])
+
+    on_main(layout, bring_together)
     store.drop_part(layout.rank)
     return items
 

@@ -9,7 +9,7 @@ from hfpar.accelerator import Launch, device_of, finish, start
 from hfpar.audit.auditor import Auditor
 from hfpar.audit.build import build_report, notes, publish
 from hfpar.audit.folder import AuditFolder
-from hfpar.audit.model import fetch_model, hash_model, load_audited, model_settings, open_model
+from hfpar.audit.model import ModelSource, fetch_model, hash_model, load_audited, model_settings, open_model
 from hfpar.audit.prefix import TextTokenizer
 from hfpar.audit.ranks import Say, collect
 from hfpar.audit.reference import reference_losses
@@ -38,10 +38,7 @@ def run_audit(config: AuditConfig, launch: Launch) -> Report:
     check_engine(launch)
     accelerator = start(launch)
     device, layout = device_of(accelerator), Layout(launch.rank, launch.world_size)
-    on_main(
-        layout, lambda: len(load_sets(config)), may_take_long=f"sets of {config.model_name_or_path}"
-    )  # one rank downloads
-    sets = load_sets(config)
+    sets = on_main(layout, lambda: load_sets(config), may_take_long=f"sets of {config.model_name_or_path}")
     say = Say(launch.is_main)
 
     settings = model_settings(config)
@@ -59,6 +56,7 @@ def run_audit(config: AuditConfig, launch: Launch) -> Report:
             planned = [replace(item, reference=reference.losses.get(item.key)) for item in planned]
         store = LineStore(folder.path, "items")
         done = on_main(layout, lambda: set(store.collect()))
+        check_template(config, source)
         loaded = load_audited(source, device)
     for warning in loaded.warnings:
         say(f"note: {warning}")
@@ -69,25 +67,37 @@ def run_audit(config: AuditConfig, launch: Launch) -> Report:
     orders = auditor.order_tests() if config.order_test else []
 
     items = collect(store, planned, layout)
+    timing = Timing(time.monotonic() - begin, seconds, num_tokens, layout.world_size)
     num_too_long = sum(item.is_too_long for item in planned)
-    report = build_report(
-        config,
-        sets,
-        items,
-        model=replace(loaded.info, sha256=hashes[0], tokenizer_sha256=hashes[1]),
-        reference_model=reference.info if reference else None,
-        orders=orders,
-        timing=Timing(time.monotonic() - begin, seconds, num_tokens, layout.world_size),
-        warnings=[*loaded.warnings, *notes(len(planned), len(done), num_too_long)],
-    )
-    on_main(
-        layout,
-        lambda: publish(folder.path, report, items, sets),
-        may_take_long=f"report of {config.model_name_or_path}",
-    )
+
+    def report_on_items() -> Report:
+        report = build_report(
+            config,
+            sets,
+            items,
+            model=replace(loaded.info, sha256=hashes[0], tokenizer_sha256=hashes[1]),
+            reference_model=reference.info if reference else None,
+            orders=orders,
+            timing=timing,
+            warnings=[*loaded.warnings, *notes(len(planned), len(done), num_too_long)],
+        )
+        publish(folder.path, report, items, sets)
+        return report
+
+    report = on_main(layout, report_on_items, may_take_long=f"report of {config.model_name_or_path}")
     folder.release()
     finish(accelerator)
     return report
+
+
+def check_template(config: AuditConfig, source: ModelSource) -> None:
+    """Refuse a chat mode that the model has no template for, before its weights load.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if config.chat_template and not getattr(source.tokenizer, "chat_template", None):
+        raise ConfigError("chat_template: true, but the model's tokenizer has no chat template; leave it out")
 
 
 def check_engine(launch: Launch) -> None:

@@ -153,7 +153,6 @@ class _Auditor:
             ProbeSettings(
                 method=config.method,
                 generate=config.generate,
-                answers=config.answers,
                 max_new_tokens=config.max_new_tokens,
                 tie_tolerance=config.tie_tolerance,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from hfpar.audit.controls import RANDOM_CALCULATION, perturbed_copies, random_calculation
 from hfpar.audit.prefix import Cut, TailLimits, TextTokenizer, TokenizedText, find_cut
@@ -176,6 +177,9 @@ class KnownEndings:
             return cut
         tail = normalize(tokenized.text[cut.position :])
         for name in benchmarks:
-            if any(text.endswith(tail) for text in self._texts[name].get(tail[-_ENDING:], [])):
+            texts = self._texts[name]
+            short = len(tail) < _ENDING  # such as `min_tail_chars` may allow
+            alike = chain(*texts.values()) if short else texts.get(tail[-_ENDING:], [])
+            if any(text.endswith(tail) for text in alike):
                 return replace(cut, skipped="same_as_benchmark")
         return cut

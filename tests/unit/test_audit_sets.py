@@ -64,6 +64,15 @@ def test_a_controls_tail_that_a_benchmark_ends_with_isnt_probed(tokenizer: TextT
     }
 
 
+def test_a_short_tail_that_a_benchmark_ends_with_isnt_probed_either(tokenizer: TextTokenizer) -> None:
+    sets = [
+        audit_set("bench", ["Ada has 12 plums. How many?"]),
+        audit_set("c", ["Zoe, 47? How many?"], ("bench",)),
+    ]
+    planned = plan_items(sets, tokenizer, [0.5], TailLimits(1, 4), None)
+    assert [item.cuts[0].skipped for item in planned] == [None, "same_as_benchmark"]
+
+
 def test_texts_that_the_model_cant_read(tokenizer: TextTokenizer) -> None:
     [item] = plan_items(
         [audit_set("bench", ["one two three four five six"])], tokenizer, [0.4, 0.6], TailLimits(), 3
