@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hfpar.audit import wording
 from hfpar.audit.power import smallest_detectable_share
 from hfpar.audit.results import (
     Comparison,
@@ -256,17 +257,17 @@ def _figures(found: Comparison, test: RatioTest) -> str:
     weight = ", reweighted to the same lengths" if _is_reweighted(control) else ""
     word = "an excess of" if found.difference >= 0 else "a difference of"
     return (
-        f"{rate.hits} of {rate.total} tails ({percent(rate.value)}) were completed word for word from "
+        f"{rate.hits} of {rate.total} tails ({wording.percent(rate.value)}) were completed word for word from "
         f"{100 * found.ratio:.0f} % of the problem{template} against {control.hits} of {control.total} "
-        f"({percent(control.value)}{weight}) of {_control_words(found)}: {word} "
+        f"({wording.percent(control.value)}{weight}) of {_control_words(found)}: {word} "
         f"{100 * found.difference:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f}), "
-        f"p = {format_p(test.p_holm)} after Holm."
+        f"p = {wording.p_value(test.p_holm)} after Holm."
     )
 
 
 def _is_reweighted(control: Estimate) -> bool:
     plain = (control.hits or 0) / control.total if control.total else 0.0
-    return percent(plain) != percent(control.value or 0.0)
+    return wording.percent(plain) != wording.percent(control.value or 0.0)
 
 
 def _control_words(found: Comparison) -> str:
@@ -291,8 +292,8 @@ def _power(smallest: float | None) -> str:
     if smallest is None:
         return "A run like this finds nothing, whatever share was seen: it needs more items and controls."
     return (
-        f"A run like this finds a benchmark of which {percent(smallest)} or more is completed from memory 4 times in "
-        "5; less than that, or exposure without word-for-word memory, it can't see."
+        f"A run like this finds a benchmark of which {wording.percent(smallest)} or more is completed from memory 4 "
+        "times in 5; less than that, or exposure without word-for-word memory, it can't see."
     )
 
 
@@ -308,16 +309,3 @@ def _untested(items: Sequence[ItemResult], comparisons: Sequence[Comparison]) ->
     )
     figures = f" Tails completed word for word: {', '.join(found)} of the problem." if found else ""
     return f"Not tested, because {why}.{figures}"
-
-
-def percent(value: float) -> str:
-    """With one digit behind the point, or two below 1 %."""
-    return f"{100 * value:.2f} %" if 0 < 100 * value < 0.995 else f"{100 * value:.1f} %"
-
-
-def format_p(value: float) -> str:
-    """Short, and never 0."""
-    if value >= 0.001:
-        return f"{value:.2g}"
-    mantissa, exponent = f"{value:.0e}".split("e")
-    return f"{mantissa}e{int(exponent)}"

@@ -82,9 +82,6 @@ class ItemResult:
     own_answer_right: bool | None = None
     pair_id: str | None = None
     """Of a control: the item of the benchmark that it was made from."""
-    pair_answer_given: bool | None = None
-    """Of a control: whether the model gave the answer of `pair_id` instead of its own; None: they're equal, or not
-    asked. Of a benchmark's item: unused."""
 
 
 # report.json

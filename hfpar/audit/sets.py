@@ -13,7 +13,8 @@ from hfpar.audit.probe import PlannedItem
 from hfpar.audit.summarize import SetInfo
 from hfpar.audit.text import normalize
 from hfpar.config.audit_schema import AuditConfig
-from hfpar.config.audit_validate import DEFAULT_RATIOS, names_in
+from hfpar.config.audit_validate import DEFAULT_RATIOS
+from hfpar.config.validate import names_in
 from hfpar.data.benchmarks import Benchmark, load_benchmarks, load_control
 from hfpar.errors import ConfigError
 

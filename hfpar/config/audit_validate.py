@@ -6,7 +6,7 @@ import math
 from dataclasses import fields
 
 from hfpar.config.audit_schema import AuditConfig
-from hfpar.config.validate import did_you_mean, show
+from hfpar.config.validate import did_you_mean, names_in, show
 from hfpar.errors import ConfigError
 
 BUILTIN_CONTROLS = ("perturbed", "random_calculation")
@@ -48,12 +48,6 @@ _NOT_EMPTY = (
     "output_dir",
     "compare",
 )
-
-
-def names_in(value: str | list[str]) -> list[str]:
-    """The names of a setting that takes several, with commas or as a list."""
-    texts = [value] if isinstance(value, str) else value
-    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def validate_audit(config: AuditConfig) -> None:

@@ -96,6 +96,12 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def names_in(value: str | list[str]) -> list[str]:
+    """The names of a setting that takes several, with commas or as a list."""
+    texts = [value] if isinstance(value, str) else value
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
 def did_you_mean(name: str, names: list[str] | tuple[str, ...]) -> str:
     """`; did you mean X?` for the nearest of `names`, or nothing where none is near."""
     near = get_close_matches(name.lower(), names, n=1, cutoff=0.6)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hfpar.config.validate import did_you_mean
+from hfpar.config.validate import did_you_mean, names_in
 from hfpar.errors import ConfigError
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -121,7 +121,7 @@ def make_cells(engines: str, layouts: str, adapters: str, batching: str) -> list
 
 
 def _choose(option: str, text: str, allowed: Sequence[str] | None) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(names_in(text)))
     if not names:
         raise ConfigError(
             f"--{option}: names nothing; allowed: {', '.join(allowed or ['dp2', 'sp4', 'dp2cp2', '...'])}"

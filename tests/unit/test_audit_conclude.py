@@ -16,6 +16,7 @@ from hfpar.audit.plan import make_plan, plain_cut, print_plan
 from hfpar.audit.prefix import TailLimits
 from hfpar.audit.results import CutResult, ItemResult
 from hfpar.audit.summarize import SetInfo, grade, summarize_set
+from hfpar.audit.wording import p_value
 from hfpar.data.benchmarks import Benchmark, BenchmarkItem
 from hfpar.errors import DataError
 
@@ -147,7 +148,7 @@ def test_numbers_of_one_control_are_those_of_fishers_test():
     assert verdict.text == (
         "38 of 210 tails (18.1 %) were completed word for word from 60 % of the problem against 1 of 310 (0.32 %) of "
         f"new, with tails of about the same length: an excess of 17.8 points ({100 * comparison.low:.1f} to "
-        f"{100 * comparison.high:.1f}), p = {conclude.format_p(expected)} after Holm. 38 items have grade B evidence."
+        f"{100 * comparison.high:.1f}), p = {p_value(expected)} after Holm. 38 items have grade B evidence."
     )
     assert 0.12 < comparison.low < 0.14 and 0.23 < comparison.high < 0.24
 

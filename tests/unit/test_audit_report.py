@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hfpar.audit import wording
 from hfpar.audit.paired import compare_checkpoints
 from hfpar.audit.report import (
     charts,
@@ -21,7 +22,6 @@ from hfpar.audit.report import (
     print_comparison,
     print_report,
     read_report,
-    wording,
     write_comparison,
     write_report,
 )

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hfpar.audit.report import wording
+from hfpar.audit import wording
 from hfpar.audit.results import Comparison, CutSummary, ItemResult, Mode, Report, SetSummary
 
 WIDTH, HEIGHT = 360, 246

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 import hfpar
+from hfpar.audit import wording
 from hfpar.audit.paired import CheckpointComparison, PairedRate
-from hfpar.audit.report import compare_charts, wording
+from hfpar.audit.report import compare_charts
 from hfpar.audit.report.figures import draw_trajectory
 from hfpar.audit.report.markdown import markdown_table, markdown_text
 from hfpar.audit.report.page import render

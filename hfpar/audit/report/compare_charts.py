@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hfpar.audit import wording
 from hfpar.audit.paired import CheckpointComparison, PairedRate, TrajectoryPoint
-from hfpar.audit.report import wording
 from hfpar.audit.report.charts import (
     LEFT,
     RIGHT,

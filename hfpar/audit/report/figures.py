@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from hfpar.audit import wording
 from hfpar.audit.paired import CheckpointComparison
-from hfpar.audit.report import wording
 from hfpar.audit.report.storage import in_order, write_file
 from hfpar.audit.results import Comparison, Estimate, Mode, Report, SetSummary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hfpar.audit.report import wording
+from hfpar.audit import wording
 from hfpar.audit.report.page import facts, score_table
 from hfpar.audit.report.storage import in_order
 from hfpar.audit.results import Report

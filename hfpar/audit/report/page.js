@@ -243,7 +243,6 @@
     }
     if (item.own_answer != null || item.own_answer_right != null) facts.push(["Answer to the whole question", `${item.own_answer ?? "none"}${item.own_answer_right == null ? "" : item.own_answer_right ? ", right" : ", wrong"}`]);
     if (item.pair_id != null) facts.push(["Made from", item.pair_id]);
-    if (item.pair_answer_given) facts.push(["Intrusion", "gave the original’s answer"]);
     for (const [name, label] of [["min_k", "Min-K"], ["min_k_plus_plus", "Min-K++"], ["zlib", "loss / zlib"], ["reference", "against reference"]]) {
       if (name in item.logprobs && item.logprobs[name] !== null) facts.push([label, item.logprobs[name].toPrecision(3)]);
     }

@@ -13,7 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hfpar.audit.report import charts, wording
+from hfpar.audit import wording
+from hfpar.audit.report import charts
 from hfpar.audit.report.storage import in_order, plain
 from hfpar.audit.results import CutResult, ItemResult, Report
 from hfpar.train.progress import format_count, format_duration

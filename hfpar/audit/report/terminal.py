@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hfpar.audit.report import wording
+from hfpar.audit import wording
 from hfpar.audit.report.storage import in_order
 from hfpar.audit.results import Level, Report, SetSummary, Verdict
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from hfpar.config.schema import FormatName, SFTConfig
+from hfpar.config.validate import names_in
 from hfpar.data.benchmarks import Benchmark, load_benchmarks
 from hfpar.data.overlap.index import BenchmarkIndex, Hit
 from hfpar.data.overlap.rows import find_templates, text_of_example
@@ -90,9 +91,7 @@ def benchmarks_of(config: SFTConfig) -> tuple[Benchmark, ...]:
     Raises:
         DataError: one can't be read or used.
     """
-    given = config.decontaminate_against or []
-    entries = [given] if isinstance(given, str) else given
-    names = [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
+    names = names_in(config.decontaminate_against or [])
     if not names:
         raise DataError("decontaminate_against: names no benchmark; name some, such as math500,gsm8k")
     try:
