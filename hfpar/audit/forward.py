@@ -24,6 +24,8 @@ from hfpar.train.loss import CHUNK_ELEMENTS, LogitTransform, decoder_and_head
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
+_CPU_STREAM_TOKENS = 1024
+"""Read at once on a CPU: larger activations leave its caches, and are given back to the system and asked for anew."""
 _CACHE_ELEMENTS = 1 << 20
 """Logits whose statistics are taken at once: what a CPU's caches hold."""
 _LEAST_GAP = 1e-12
@@ -73,7 +75,7 @@ class Forward:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[TokenScores]:
-        """Read several texts, in one pass if the model packs.
+        """Read several texts, packed into streams if the model packs.
 
         Args:
             texts: token numbers of each, none empty.
@@ -93,6 +95,11 @@ class Forward:
     def _read(self, texts: Sequence[Sequence[int]]) -> list[TokenScores]:
         if not self.packs:
             return [self._read_alone(text) for text in texts]
+        most = _CPU_STREAM_TOKENS if self.device.type == "cpu" else None
+        groups = groups_of([len(text) for text in texts], most)
+        return [one for group in groups for one in self._read_stream([texts[index] for index in group])]
+
+    def _read_stream(self, texts: Sequence[Sequence[int]]) -> list[TokenScores]:
         stream = build_stream([Sample(list(text), list(text)) for text in texts])
         on_device = stream.to(self.device)
         documents = interface.stream_arguments(on_device.cu_seqlens)
@@ -118,6 +125,19 @@ class Forward:
             blocks = zip(logits.split(rows_in_cache), some_targets.split(rows_in_cache), strict=True)
             parts += [prediction_scores(block.float(), labels, self.transform) for block, labels in blocks]
         return torch.cat(parts).cpu()
+
+
+def groups_of(lengths: Sequence[int], most: int | None) -> list[range]:
+    """Texts in the order given, as many together as have at most `most` tokens; a longer one stands alone."""
+    ends: list[int] = []
+    total = 0
+    for index, length in enumerate(lengths):
+        if most is not None and total and total + length > most:
+            ends.append(index)
+            total = 0
+        total += length
+    bounds = [0, *ends, len(lengths)]
+    return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
 
 
 def prediction_scores(logits: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:

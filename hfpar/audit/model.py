@@ -98,7 +98,6 @@ def open_model(settings: ModelSettings) -> Iterator[ModelSource]:
             raise ConfigError(f"base: {settings.base}, but {folder} is a whole model; leave base out")
         config = load.load_model_config(folder, trust_remote_code=trust)
         tokenizer = load.load_tokenizer(folder, trust_remote_code=trust)
-        load.check_words(tokenizer, folder)
         yield ModelSource(settings, folder, None, None, config, tokenizer, folder, QuantizationChoice())
         return
     with open_run(folder, settings.base, trust_remote_code=trust) as run:
@@ -110,8 +109,6 @@ def open_model(settings: ModelSettings) -> Iterator[ModelSource]:
                 run.config.bnb_4bit_use_double_quant,
                 skip_modules=run.config.llm_int8_skip_modules,
             )
-        own = (run.adapter / "tokenizer_config.json").is_file()
-        load.check_words(run.tokenizer, run.adapter if own else run.base)
         yield ModelSource(
             replace(settings, trust_remote_code=run.trust_remote_code),
             run.base,
@@ -119,7 +116,7 @@ def open_model(settings: ModelSettings) -> Iterator[ModelSource]:
             run.base_name,
             run.base_config,
             run.tokenizer,
-            run.adapter if own else run.base,
+            run.tokenizer_folder,
             choice,
         )
 

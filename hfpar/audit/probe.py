@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hfpar.audit.forward import Forward, TokenScores
+from hfpar.audit.forward import Forward, TokenScores, groups_of
 from hfpar.audit.generate import Generator
 from hfpar.audit.prefix import Cut, TextTokenizer, TokenizedText
 from hfpar.audit.results import CutResult, ItemResult, Mode
@@ -167,7 +167,8 @@ class Probe:
     def _judge_alone(self, tails: Sequence[Tail]) -> list[Judgement]:
         """Tails whose prompts are no beginnings of the text itself, so that each needs a pass of its own."""
         judged: list[Judgement] = []
-        for group in _groups([len(tail.prompt) + len(tail.tokens) for tail in tails], self.settings):
+        lengths = [len(tail.prompt) + len(tail.tokens) for tail in tails]
+        for group in groups_of(lengths, self.settings.max_tokens_per_batch):
             some = [tails[index] for index in group]
             read = self.forward([[*tail.prompt, *tail.tokens] for tail in some])
             judged += [
@@ -324,16 +325,3 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
         if one != other:
             return index
     return min(len(first), len(second))
-
-
-def _groups(lengths: Sequence[int], settings: ProbeSettings) -> list[list[int]]:
-    """Texts in the order given, as many to a pass as its tokens allow."""
-    ends: list[int] = []
-    total = 0
-    for index, length in enumerate(lengths):
-        if total and total + length > settings.max_tokens_per_batch:
-            ends.append(index)
-            total = 0
-        total += length
-    bounds = [0, *ends, len(lengths)]
-    return [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]

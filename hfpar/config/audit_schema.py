@@ -75,8 +75,8 @@ class AuditConfig:
     alpha: float = 0.05
     """Level of the tests, after Holm's correction."""
     max_tokens_per_batch: int | None = None
-    """Tokens of a forward pass, packed; and of a batch of generation. Null: 4096 on a CPU and
-    8192 on a GPU."""
+    """Tokens of the texts that are read together, and of a batch of generation. Null: 4096 on a CPU
+    (which reads them in packs of 1024) and 8192 on a GPU."""
     seed: int = 42
     """Of controls, bootstrap and permutations."""
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -195,31 +198,44 @@ def map_chunks(
         for chunk in chunks:
             yield chunk, function(chunk, tokenizer, recipe)
         return
-    # Not forked: by now this process may have threads, of the tokenizer and of the process group.
-    pool = ProcessPoolExecutor(
-        num_proc,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_keep,
-        initargs=(function, tokenizer, recipe),
-    )
-    pending: deque[tuple[Chunk, Future[T]]] = deque()
-    try:
-        for chunk in chunks:
-            with interrupts_ignored():
-                pending.append((chunk, pool.submit(_apply, chunk)))
-            if len(pending) >= 2 * num_proc:
-                done, future = pending.popleft()
-                yield done, future.result()
-        while pending:
+    with tempfile.TemporaryDirectory(prefix="hfpar-") as folder:
+        # Not in `initargs`, which go through a pipe: where they don't fit into it, and the process is killed before it
+        # has read them, its parent waits for ever, since it holds the reading end, too.
+        given = Path(folder, "given.pickle")
+        with given.open("wb") as file:
+            pickle.dump((function, tokenizer, recipe), file)
+        # Not forked: by now this process may have threads, of the tokenizer and of the process group.
+        pool = ProcessPoolExecutor(
+            num_proc,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_keep,
+            initargs=(given,),
+        )
+        try:
+            yield from _in_order(pool, chunks, 2 * num_proc)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "dataset_num_proc: a process that tokenizes was killed (often: the machine is out of memory); "
+                f"use fewer than {num_proc}"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], most: int
+) -> Generator[tuple[Chunk, Any], None, None]:
+    """Each chunk with what became of it; at most `most` chunks are in memory."""
+    pending: deque[tuple[Chunk, Future[Any]]] = deque()
+    for chunk in chunks:
+        with interrupts_ignored():
+            pending.append((chunk, pool.submit(_apply, chunk)))
+        if len(pending) >= most:
             done, future = pending.popleft()
             yield done, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "dataset_num_proc: a process that tokenizes was killed (often: the machine is out of memory); "
-            f"use fewer than {num_proc}"
-        ) from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    while pending:
+        done, future = pending.popleft()
+        yield done, future.result()
 
 
 class _Worker:
@@ -230,9 +246,15 @@ class _Worker:
     recipe: Recipe
 
 
-def _keep(function: Callable[[Chunk, Any, Recipe], Any], tokenizer: Any, recipe: Recipe) -> None:
+def _keep(given: Path) -> None:
     end_with_parent()
-    _Worker.function, _Worker.tokenizer, _Worker.recipe = staticmethod(function), tokenizer, recipe
+    try:
+        file = given.open("rb")
+    except FileNotFoundError:  # the parent has ended meanwhile with what it was doing, by an error perhaps
+        os._exit(1)
+    with file:
+        function, _Worker.tokenizer, _Worker.recipe = pickle.load(file)
+    _Worker.function = staticmethod(function)
 
 
 def _apply(chunk: Chunk) -> Any:

@@ -59,6 +59,11 @@ class Run:
         with _about_the_base():
             return load.load_model_config(self.base, trust_remote_code=self.trust_remote_code)
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The adapter's, where a tokenizer was saved with it, else the base's."""
+        return self.adapter if (self.adapter / "tokenizer_config.json").is_file() else self.base
+
     @cached_property
     def tokenizer(self) -> Any:
         """The one saved with the adapter, else the base's.
@@ -66,11 +71,8 @@ class Run:
         Raises:
             ConfigError: there is none.
         """
-        own = (self.adapter / "tokenizer_config.json").is_file()
         with _about_the_base():
-            return load.load_tokenizer(
-                self.adapter if own else self.base, trust_remote_code=self.trust_remote_code
-            )
+            return load.load_tokenizer(self.tokenizer_folder, trust_remote_code=self.trust_remote_code)
 
 
 @contextmanager

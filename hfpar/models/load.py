@@ -85,28 +85,23 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None, trust_remo
     """The tokenizer, with the template that `chat_template` names (chatml or a Jinja file) if one is given.
 
     Raises:
-        ConfigError: no tokenizer there, or no such template.
+        ConfigError: no tokenizer there, or an empty one, which Transformers makes for families that it knows where
+            there are no files of one; no such template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         reason = first_line(error) if _has_tokenizer_files(folder) else "it has no tokenizer.json"
         raise ConfigError(f"model_name_or_path: {folder} has no usable tokenizer: {reason}") from error
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder):
+        missing = "" if _has_tokenizer_files(folder) else "it has no tokenizer.json, and "
+        reason = f"{missing}it knows no tokens but special and added ones"
+        raise ConfigError(f"model_name_or_path: {folder} has no usable tokenizer: {reason}")
     if chat_template is not None:
         is_token = "<|im_end|>" in tokenizer.get_vocab()
         close_with_eos = not is_token and bool(tokenizer.eos_token)
         tokenizer.chat_template = resolve_chat_template(chat_template, close_with_eos=close_with_eos)
     return tokenizer
-
-
-def check_words(tokenizer: Any, folder: Path) -> None:
-    """Refuse a tokenizer without words, which Transformers makes where a folder has no files of one.
-
-    Raises:
-        ConfigError: it knows no letter.
-    """
-    if not tokenizer("a", add_special_tokens=False).input_ids:
-        raise ConfigError(f"model_name_or_path: {folder} has no usable tokenizer: it has no tokenizer.json")
 
 
 def _has_tokenizer_files(folder: Path) -> bool:

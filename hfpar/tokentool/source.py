@@ -130,10 +130,6 @@ def _make(
     tokenizer = load.load_tokenizer(
         tokenizer_folder, chat_template=options.chat_template, trust_remote_code=trust_remote_code
     )
-    if not set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder):
-        raise ConfigError(  # Transformers makes an empty one for families that it knows
-            f"{tokenizer_folder} has no usable tokenizer: it knows no tokens but special and added ones"
-        )
     model = load.skeleton(config, trust_remote_code=trust_remote_code)
     layers = Layers.of(model)
     if hub_id is not None:

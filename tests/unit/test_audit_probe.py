@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfpar.attention import interface
-from hfpar.audit.forward import Forward, TokenScores, prediction_scores
+from hfpar.audit.forward import Forward, TokenScores, groups_of, prediction_scores
 from hfpar.audit.generate import Generator, group_alike
 from hfpar.audit.prefix import TailLimits, TextTokenizer, find_cut
 from hfpar.audit.probe import PlannedItem, Probe, ProbeSettings
@@ -126,6 +126,33 @@ def test_scores_are_those_of_one_plain_pass_a_text(
                 np.testing.assert_allclose(mine[1:], expected.numpy(), rtol=1e-4, atol=1e-4)
             assert found.best[0] == -1 and np.isnan(found.logprob[0]) and not found.hits[0]
             assert found.hits[1:].tolist() == (logprobs.argmax(-1) == torch.tensor(ids[1:])).tolist()
+
+
+def test_a_cpu_reads_texts_in_packs_that_its_caches_hold(
+    model: Any, planned: list[PlannedItem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [item.tokenized.input_ids for item in planned]
+    together = Forward(model, packs=True)(texts)
+    sizes: list[int] = []
+
+    def counted(self: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        sizes.append(kwargs["input_ids"].numel())
+
+    most = 3 * max(map(len, texts))
+    monkeypatch.setattr("hfpar.audit.forward._CPU_STREAM_TOKENS", most)
+    hook = model.model.register_forward_pre_hook(counted, with_kwargs=True)
+    apart = Forward(model, packs=True)(texts)
+    hook.remove()
+    assert len(sizes) > 1 and sum(sizes) == sum(map(len, texts)) and max(sizes) <= most
+    for one, other in zip(together, apart, strict=True):
+        assert one.best.tolist() == other.best.tolist()
+        np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-5)
+
+
+def test_texts_are_grouped_in_their_order() -> None:
+    assert [list(group) for group in groups_of([3, 4, 3, 20, 1], 7)] == [[0, 1], [2], [3], [4]]
+    assert [list(group) for group in groups_of([3, 4], None)] == [[0, 1]]
+    assert groups_of([], 7) == []
 
 
 def test_logits_are_transformed() -> None:

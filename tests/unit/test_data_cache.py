@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
 import shutil
 import signal
@@ -201,6 +203,18 @@ def test_a_process_that_is_killed_is_an_error(data: Path, tokenizer: PreTrainedT
         DataError, match=r"^dataset_num_proc: a process that tokenizes was killed .* fewer than 2$"
     ):
         list(map_chunks(die, read_chunks(wanted.files), tokenizer, wanted.recipe, num_proc=2))
+
+
+@pytest.mark.timeout(30)
+def test_a_process_that_is_killed_before_it_has_read_what_it_is_given(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer: Any = "as large as a real one, larger than a pipe" * 10_000
+    multiprocessing.resource_tracker.ensure_running()  # a process, too
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/false")
+    wanted = request(data)
+    with pytest.raises(DataError, match=r"^dataset_num_proc: a process that tokenizes was killed"):
+        list(map_chunks(encode_chunk, read_chunks(wanted.files), tokenizer, wanted.recipe, num_proc=2))
 
 
 def test_bad_rows_are_listed_and_nothing_is_kept(cache: TokenCache, tmp_path: Path) -> None:
