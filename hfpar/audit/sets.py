@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from hfpar.audit.controls import RANDOM_CALCULATION, perturbed_copies, random_calculation
 from hfpar.audit.prefix import Cut, TailLimits, TextTokenizer, TokenizedText, find_cut
@@ -95,12 +95,26 @@ def _file_control(name: str, path: str, benchmarks: Sequence[Benchmark], max_ite
 
 
 def spread(benchmark: Benchmark, most: int | None) -> Benchmark:
-    """So many of its items, spread evenly over its file."""
+    """So many of its items, spread evenly over its file; of a control first those that vary an item of a benchmark."""
     total = len(benchmark.items)
     if most is None or total <= most:
         return benchmark
-    kept = tuple(benchmark.items[index * total // most] for index in range(most))
+    paired = [place for place, item in enumerate(benchmark.items) if item.pair_id is not None]
+    others = [place for place, item in enumerate(benchmark.items) if item.pair_id is None]
+    places = _evenly(paired, most, take_turns=True) if paired else []
+    places += _evenly(others, most - len(places))
+    kept = tuple(benchmark.items[place] for place in sorted(places))
     return replace(benchmark, items=kept, source=f"{benchmark.source}, {most} of {total} items")
+
+
+def _evenly(places: Sequence[int], most: int, *, take_turns: bool = False) -> list[int]:
+    """One out of each of `most` even parts: its first, or, as copies of a kind may return in each, the next in turn."""
+    most = min(most, len(places))
+    bounds = [part * len(places) // most for part in range(most + 1)] if most else [0]
+    return [
+        places[begin + (part % (end - begin) if take_turns else 0)]
+        for part, (begin, end) in enumerate(pairwise(bounds))
+    ]
 
 
 def _info(benchmark: Benchmark, kind: str, applies_to: tuple[str, ...] = ()) -> SetInfo:

@@ -47,7 +47,8 @@ class AuditConfig:
     num_control_items: int = 500
     """Items of each control that hfpar makes, per benchmark."""
     max_items: int | None = None
-    """Only so many items of each benchmark, spread evenly over its file."""
+    """Only so many items of each benchmark and of each control's file, spread evenly over it; of a control first those
+    that vary one of the benchmark's."""
 
     ratios: list[float] | None = None
     """Shares of a problem that the model is given; null: 0.4 and 0.6."""

@@ -85,9 +85,10 @@ def test_a_stopped_launcher_leaves_no_worker(
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "rank = os.environ.get('RANK', '0')\n"
-        "Path(f'partial_{rank}').write_text(str(os.getpid()))\n"
-        "Path(f'partial_{rank}').rename(f'started_{rank}')\n"
-        "try: time.sleep(60)\n"
+        "try:\n"
+        "    Path(f'partial_{rank}').write_text(str(os.getpid()))\n"
+        "    Path(f'partial_{rank}').rename(f'started_{rank}')\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt: sys.exit(130)\n"
     )
     process = start(tmp_path, config, script)

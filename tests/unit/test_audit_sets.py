@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,39 @@ def test_spread_over_a_file() -> None:
     whole = benchmark("bench", [f"q{n}" for n in range(10)])
     assert [item.item_id for item in spread(whole, 4).items] == ["0", "2", "5", "7"]
     assert spread(whole, 10) is whole and spread(whole, None) is whole
+
+
+def test_of_a_control_what_varies_a_benchmarks_items_comes_first() -> None:
+    whole = benchmark("c", [f"q{n}" for n in range(20)])
+    items = [replace(item, pair_id="p" if n in (1, 4, 5, 9) else None) for n, item in enumerate(whole.items)]
+    control = replace(whole, items=tuple(items))
+    assert [item.item_id for item in spread(control, 6).items] == ["0", "1", "4", "5", "9", "12"]
+    assert [item.item_id for item in spread(control, 3).items] == ["1", "4", "5"]
+    # Copies of each item in the same order: each kind of copy is drawn.
+    of_each = replace(
+        whole, items=tuple(replace(item, pair_id=str(n // 4)) for n, item in enumerate(whole.items))
+    )
+    assert [item.item_id for item in spread(of_each, 5).items] == ["0", "5", "10", "15", "16"]
+
+
+def test_a_thinned_control_varies_the_items_that_are_left(tmp_path: Path) -> None:
+    originals = [{"question": f"Ada has {n} plums."} for n in range(20)]
+    copies = [{"question": f"Bo has {n} plums.", "of": row["question"]} for n, row in enumerate(originals)]
+    for name, rows in (("bench", originals), ("copies", copies[::-1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "bench.yaml").write_text("name: bench\npath: bench.jsonl\nfields: {question: question}\n")
+    (tmp_path / "copies.yaml").write_text(
+        "name: copies\npath: copies.jsonl\nfields: {question: question, pair: of}\n"
+    )
+    config = AuditConfig(
+        model_name_or_path="m",
+        benchmarks=str(tmp_path / "bench.yaml"),
+        controls={"copies": str(tmp_path / "copies.yaml")},
+        builtin_controls="none",
+        max_items=5,
+    )
+    kept, varied = (one.benchmark.items for one in load_sets(config))
+    assert {item.pair_id for item in varied} == {item.item_id for item in kept} and len(kept) == 5
 
 
 def test_controls_of_an_audit(tmp_path: Path) -> None:
