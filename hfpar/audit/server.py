@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from hfpar.audit.server_http import JsonClient, RefusedError, ServerError
 from hfpar.audit.server_probe import ServerToken, SpellingError, parse_tokens, scored_text
+from hfpar.config.validate import first_of
 from hfpar.errors import ConfigError
 
 _Item = TypeVar("_Item")
@@ -315,9 +316,8 @@ class CompletionServer:
         if not entries:
             return {}, ()
         names = [entry["id"] for entry in entries]
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         raise ConfigError(
-            f"{self.url} does not serve {self._model!r}; it serves {', '.join(map(repr, names[:10]))}{more}: "
+            f"{self.url} does not serve {self._model!r}; it serves {first_of([repr(name) for name in names], 10)}: "
             "give one of these as model_name_or_path"
         )
 

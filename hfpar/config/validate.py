@@ -1,6 +1,7 @@
 """Refuse settings that cannot work, as far as the settings alone can tell; nothing here reads the machine."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -100,6 +101,12 @@ def names_in(value: str | list[str]) -> list[str]:
     """The names of a setting that takes several, with commas or as a list."""
     texts = [value] if isinstance(value, str) else value
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def first_of(texts: Sequence[str], most: int) -> str:
+    """The first of several, with commas, and how many more there are."""
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def did_you_mean(name: str, names: list[str] | tuple[str, ...]) -> str:

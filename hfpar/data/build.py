@@ -80,6 +80,11 @@ class Recipe:
         screen = self.screen.for_data(files, self.format, self.columns, streaming=streaming)
         return replace(self, screen=screen)
 
+    @property
+    def hidden_items(self) -> list[str]:
+        """Benchmark items that the data's template holds, so that no row is named for them."""
+        return [] if self.screen is None else list(self.screen.hidden_items)
+
 
 def encode_chunk(chunk: Chunk, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> TokenBlock:
     """Parse, check, render and tokenize the rows of a chunk."""

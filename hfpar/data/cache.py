@@ -184,13 +184,15 @@ def write_tokens(
     Raises:
         BadRowsError: see `TokenCache.get`.
     """
+    recipe = request.recipe.for_data(request.files)
     writer = TokenWriter(folder)
+    writer.report.hidden_items += recipe.hidden_items
     files: list[tuple[str, str]] = []
     blocks = map_chunks(
         encode_chunk,
         read_chunks(request.files),
         tokenizer,
-        request.recipe.for_data(request.files),
+        recipe,
         useful_processes(sum(file.num_bytes for file in request.files), num_proc),
     )
     try:

@@ -42,6 +42,8 @@ class DataReport:
     """The first of them, each with its place and reason."""
     listed_overlaps: list[str] = field(default_factory=list)
     """The first rows that hold a benchmark's item, each with its place and the item."""
+    hidden_items: list[str] = field(default_factory=list)
+    """Benchmark items in what most rows have in common, such as a system prompt; no row is counted for them."""
 
     @property
     def num_bad_rows(self) -> int:
@@ -61,6 +63,7 @@ class DataReport:
         self.listed_problems += other.listed_problems[: max(room, 0)]
         room = MAX_LISTED_OVERLAPS - len(self.listed_overlaps)
         self.listed_overlaps += other.listed_overlaps[: max(room, 0)]
+        self.hidden_items += [item for item in other.hidden_items if item not in self.hidden_items]
 
 
 @dataclass

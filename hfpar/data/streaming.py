@@ -74,6 +74,8 @@ class WindowReader:
         self.tokenizer = tokenizer
         self.rows = rows
         self.report = DataReport()
+        for recipe in self._recipes:
+            self.report.add(DataReport(hidden_items=recipe.hidden_items))
         self._shares = [weight / sum(weights) for weight in weights]
         self._check = check
         self._tokenizer_key = tokenizer_key

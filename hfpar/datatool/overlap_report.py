@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hfpar.config.validate import first_of
 from hfpar.data.overlap.index import KINDS
 
 if TYPE_CHECKING:
@@ -148,11 +149,10 @@ def _print_notes(console: Console, result: Decontamination) -> None:
             "yellow",
         )
     if result.hidden:
-        names = ", ".join(f"{name} {item.item_id}" for name, item in result.hidden[:5])
-        more = f" and {len(result.hidden) - 5} more" if len(result.hidden) > 5 else ""
+        names = first_of([f"{name} {item.item_id}" for name, item in result.hidden], 5)
         _print(
             console,
-            f"Items in a template that stands in most rows, and so not counted in any: {names}{more}",
+            f"Items in a template that stands in most rows, and so not counted in any: {names}",
             "yellow",
         )
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hfpar.config.validate import first_of
 from hfpar.tokentool.compare import Comparison, MatrixComparison, Pair
 from hfpar.tokentool.json_report import ranges
 from hfpar.tokentool.measure import Measured, Model, Token
@@ -72,7 +73,7 @@ def _summary(model: Model) -> list[tuple[str, str]]:
         rows.append(("  vocabulary", _vocabulary(measured)))
         odd = measured.odd_ordinary()
         if odd:
-            named = _some([f"{model.texts[token]!r}" for token in odd])
+            named = first_of([f"{model.texts[token]!r}" for token in odd], _MOST_NAMED)
             tokens = (
                 "1 ordinary token, by its norm"
                 if len(odd) == 1
@@ -86,14 +87,19 @@ def _summary(model: Model) -> list[tuple[str, str]]:
     rows.append(("tokens", f"{special:,} special, {len(added) - special:,} more that were added"))
     outside = [_shown(token.text) for token in added if token.id >= model.measured[0].matrix.num_rows]
     if outside:
-        rows.append(("without a row", f"{_some(outside)}: the model knows no such numbers"))
+        rows.append(("without a row", f"{first_of(outside, _MOST_NAMED)}: the model knows no such numbers"))
     written = [_shown(token.text) for token in added if token.template == "written"]
     if not model.source.tokenizer.chat_template:
         rows.append(
             ("chat template", "none; --chat_template chatml, or a file, shows what another would use")
         )
     else:
-        rows.append(("chat template", f"writes {_some(written) if written else 'no special or added token'}"))
+        rows.append(
+            (
+                "chat template",
+                f"writes {first_of(written, _MOST_NAMED) if written else 'no special or added token'}",
+            )
+        )
     return [*rows, *(("note", note) for note in model.source.notes)]
 
 
@@ -116,8 +122,8 @@ def _padding(measured: Measured) -> str:
     low, median, high = np.quantile(norms, (0, 0.5, 1)).tolist()
     zeros = int((norms == 0).sum())
     return (
-        f"{len(numbers):,} rows of no token ({_some(spans, 3)}); {zeros:,} zeros, norms {_norm(low)} to {_norm(high)}, "
-        f"median {_norm(median)}"
+        f"{len(numbers):,} rows of no token ({first_of(spans, 3)}); {zeros:,} zeros, "
+        f"norms {_norm(low)} to {_norm(high)}, median {_norm(median)}"
     )
 
 
@@ -296,13 +302,14 @@ def _verdict(model: Model) -> Text:
     name = model.source.name
     if used:
         return Text(
-            f"{name}: its chat template writes tokens that it was never taught: {_some(used)}. Train their rows, too: "
+            f"{name}: its chat template writes tokens that it was never taught: "
+            f"{first_of(used, _MOST_NAMED)}. Train their rows, too: "
             "hfpar does so beside LoRA adapters (train_tokens: auto).",
             style=_UNTRAINED,
         )
     if not untrained:
         return Text(f"{name}: every special and added token was trained.", style=_CHANGED)
-    few = _some([_shown(model.tokens[token].text) for token in untrained])
+    few = first_of([_shown(model.tokens[token].text) for token in untrained], _MOST_NAMED)
     some = (
         "1 special or added token was"
         if len(untrained) == 1
@@ -314,11 +321,6 @@ def _verdict(model: Model) -> Text:
         + ("; its chat template writes none of them." if has_template else "."),
         style="yellow",
     )
-
-
-def _some(texts: Sequence[str], most: int = _MOST_NAMED) -> str:
-    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
 
 
 def _norm(value: float) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from hfpar.config.schema import SFTConfig
+from hfpar.config.validate import first_of
 from hfpar.data.build import Recipe
 from hfpar.data.cache import TokenCache, TokenRequest
 from hfpar.data.loader import StepLoader
@@ -157,8 +158,18 @@ def _requests(key: str, config: SFTConfig) -> list[TokenRequest]:
 def warn_of_overlaps(config: SFTConfig, run_data: RunData, layout: Layout) -> None:
     """Tell of rows that hold benchmark items, once, on rank 0; of streamed ones, those of the first window."""
     report = run_data.report if run_data.windows is None else run_data.windows.report
+    if layout.rank != 0:
+        return
+    if report.hidden_items:
+        logging.getLogger(__name__).warning(
+            "dataset: %d of the benchmarks' items %s in what most rows have in common (a system prompt, examples), "
+            "and %s trained on with every row: %s",
+            len(report.hidden_items),
+            *(("stands", "is") if len(report.hidden_items) == 1 else ("stand", "are")),
+            first_of(report.hidden_items, 5),
+        )
     count = report.counts[DROPPED] + report.counts[KEPT]
-    if layout.rank != 0 or not count:
+    if not count:
         return
     done = (
         "are left out"

@@ -326,6 +326,34 @@ def test_benchmark_items_are_told_of(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_benchmark_items_in_all_rows_are_told_of(
+    screened: SFTConfig,
+    source: ModelSource,
+    layout: Layout,
+    caplog: pytest.LogCaptureFixture,
+    streaming: bool,
+) -> None:
+    """They are in the template, such as a system prompt, so that no row is named or left out for them."""
+    rows = [f"{HELD} row {number} of many" for number in range(60)]
+    Path(str(screened.dataset)).write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    screened = replace(
+        screened,
+        decontaminate="drop",
+        streaming=streaming,
+        max_steps=2 if streaming else -1,
+        eval_dataset=None,
+    )
+    for _ in ("made", "from the cache"):
+        data = read_data(screened, source, layout)
+        caplog.clear()
+        warn_of_overlaps(screened, data, layout)
+        assert caplog.messages == [
+            "dataset: 1 of the benchmarks' items stands in what most rows have in common (a system prompt, examples), "
+            "and is trained on with every row: gsm8k 0"
+        ]
+
+
 def test_benchmark_items_are_left_out_but_of_eval_data(
     screened: SFTConfig, source: ModelSource, layout: Layout
 ) -> None:

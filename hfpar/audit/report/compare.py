@@ -22,6 +22,7 @@ from hfpar.audit.report.page import render
 from hfpar.audit.report.storage import plain, write_file, write_text
 from hfpar.audit.report.terminal import default_console
 from hfpar.audit.results import Report
+from hfpar.config.validate import first_of
 
 COMPARE_SCHEMA_VERSION = 1
 _MOST_IDS = 20
@@ -149,8 +150,7 @@ def _ids(rate: PairedRate) -> str:
     words = []
     for name, ids in lists:
         if ids:
-            more = f" and {len(ids) - _MOST_IDS} more" if len(ids) > _MOST_IDS else ""
-            words.append(f"{name}: {', '.join(map(markdown_text, ids[:_MOST_IDS]))}{more}")
+            words.append(f"{name}: {first_of([markdown_text(one) for one in ids], _MOST_IDS)}")
     where = f"{rate.set} at {wording.ratio(rate.ratio)}, {wording.mode_name(rate.mode)}, {rate.second}"
     return f"- {markdown_text(where)}. " + "; ".join(words)
 

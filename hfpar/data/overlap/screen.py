@@ -39,6 +39,8 @@ class Screen:
     benchmarks: tuple[Benchmark, ...] = field(repr=False, compare=False)
     index: BenchmarkIndex | None = field(default=None, repr=False, compare=False)
     """Of one data set; see `for_data`."""
+    hidden_items: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Items in what most rows of the data set have in common, such as a system prompt; no row is found by them."""
 
     @classmethod
     def of(cls, config: SFTConfig) -> Screen | None:
@@ -73,7 +75,8 @@ class Screen:
         """
         index = BenchmarkIndex(self.benchmarks)
         templates = find_templates(index, files, format, columns, streaming=streaming)
-        return replace(self, benchmarks=(), index=index.without(templates))
+        hidden = tuple(f"{name} {item.item_id}" for name, item in index.hidden_by(templates))
+        return replace(self, benchmarks=(), index=index.without(templates), hidden_items=hidden)
 
     def sift(self, examples: Sequence[tuple[Place, Example]]) -> SiftedRows:
         """Look at rows; those that hold an item stay only if it is to be told of."""
