@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hfpar.errors import ConfigError
+from hfpar.whole_path import whole_path
 
 Key = tuple[str, str]
 """Set and item."""
@@ -55,12 +55,9 @@ class LineStore:
 
     def write(self, lines: Iterable[Line]) -> None:
         """Replace the one file, whole or not at all."""
-        partial = self.folder / f".{self.name}.whole.partial"
-        with self._explained():
-            with partial.open("w", encoding="utf-8") as file:
-                for line in lines:
-                    file.write(_text(line))
-            os.replace(partial, self.path)
+        with self._explained(), whole_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(_text(line))
 
     def append(self, lines: Iterable[Line], rank: int) -> None:
         """Keep lines of a rank."""

@@ -23,6 +23,7 @@ from hfpar.data.reading.chunks import Chunk
 from hfpar.data.reading.sources import DataFile, read_chunks
 from hfpar.data.store import META_FILE, TokenStore, TokenWriter
 from hfpar.errors import BadRowsError, ConfigError, DataError
+from hfpar.whole_path import whole_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,9 +166,8 @@ class TokenCache:
             pass  # not remembered, or by a process that was killed over it
         fingerprint = file.fingerprint()
         memory.parent.mkdir(exist_ok=True)
-        partial = memory.with_name(f".{memory.name}.{os.getpid()}")
-        partial.write_text(json.dumps({"seen": seen, "fingerprint": fingerprint}))
-        os.replace(partial, memory)
+        with whole_path(memory) as partial:
+            partial.write_text(json.dumps({"seen": seen, "fingerprint": fingerprint}))
         return fingerprint
 
 

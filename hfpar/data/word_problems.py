@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
+
+from hfpar.whole_path import whole_path
 
 Split = Literal["train", "eval"]
 Conversation = dict[str, list[dict[str, str]]]
@@ -129,9 +130,8 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that appears whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with whole_path(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _split_of(question: str) -> Split:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from hfpar.datatool.gather import DataFacts
 from hfpar.errors import ConfigError
+from hfpar.whole_path import whole_path
 
 _TOKENS_COLOR = "#1f5fa8"
 _LABELS_COLOR = "#d1495b"
@@ -42,15 +42,11 @@ def plot_lengths(facts: DataFacts, max_length: int, path: Path) -> None:
     else:
         axes.text(0.5, 0.5, "no samples", transform=axes.transAxes, ha="center", color=_INK)
     _tidy(axes)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        with whole_path(path) as partial:
+            figure.savefig(partial, format="png")
     except OSError as error:
         raise ConfigError(f"--plot: {path} can't be written ({error.strerror or error})") from error
-    finally:
-        if temporary.exists():
-            temporary.unlink()
 
 
 def uses_log_axis(values: np.ndarray) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from matplotlib.ticker import FuncFormatter
 
 from hfpar.errors import ConfigError
 from hfpar.tokentool.measure import Measured, Model
+from hfpar.whole_path import whole_path
 
 if TYPE_CHECKING:
     from hfpar.tokentool.run import Findings
@@ -66,14 +66,11 @@ def plot_norms(findings: Findings, path: Path) -> None:
             _draw(panels[number][column], model, measured, findings.listed, high, _VOCABULARY[number])
         for number in set(range(lines)) - {number for number, _, _ in shown}:
             panels[number][column].set_axis_off()
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        with whole_path(path) as partial:
+            figure.savefig(partial, format="png")
     except OSError as error:
         raise ConfigError(f"--plot: {path} can't be written ({error.strerror or error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _end_of_axis(measured: Measured, model: Model, listed: Sequence[str]) -> float:

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hfpar.errors import ConfigError
+from hfpar.whole_path import whole_path
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that nobody ever sees half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with whole_path(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def make_fresh(folder: Path) -> None:

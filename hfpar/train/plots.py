@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hfpar.errors import ConfigError
 from hfpar.train.progress import MetricsRow, format_count, read_metrics
+from hfpar.whole_path import whole_path
 
 _TRAIN_COLOR = "#1f5fa8"
 _EVAL_COLOR = "#d1495b"
@@ -161,16 +162,11 @@ def _gaps(values: Sequence[float | None]) -> list[float]:
 
 
 def _write_whole(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        with whole_path(path) as partial:
+            figure.savefig(partial, format="png")
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror or error}; the plot needs a folder that can be written and a disk with"
             " free space"
         ) from error
-    finally:
-        # The folder itself may be what is missing or not allowed.
-        if temporary.exists():
-            temporary.unlink()

@@ -23,6 +23,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from hfpar.errors import ConfigError
+from hfpar.whole_path import whole_path
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -321,12 +322,8 @@ def _forget_rows_after(path: Path, step: int) -> None:
     kept = [row for row in read_metrics(path) if row["step"] <= step] if step > 0 else []
     content = b"".join(_to_json_line(row) for row in kept)
     if content != path.read_bytes():
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_path(path) as partial:
+            partial.write_bytes(content)
 
 
 def _append_whole(file_descriptor: int, line: bytes) -> None:

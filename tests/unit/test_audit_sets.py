@@ -186,7 +186,7 @@ def test_a_full_disk_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.Mon
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hfpar.audit.store.os.replace", full)
+    monkeypatch.setattr("hfpar.whole_path.os.replace", full)
     with pytest.raises(ConfigError, match=r"No space left on device.*what was finished is kept"):
         store.write(lines("a", "b"))
     assert len(store.read()) == 1

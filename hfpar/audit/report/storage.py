@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from hfpar.audit.results import SCHEMA_VERSION, Report
 from hfpar.errors import ConfigError
+from hfpar.whole_path import whole_path
 
 REPORT_JSON = "report.json"
 
@@ -29,21 +30,15 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         ConfigError: the file can't be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        os.replace(partial, path)
+        with whole_path(path) as partial:
+            write(partial)
     except OSError as error:
         raise ConfigError(
             f"output_dir: {path} can't be written ({error.strerror or error}); make room or give another folder;"
             " items that were probed are kept in items.jsonl"
         ) from error
-    finally:
-        try:
-            partial.unlink(missing_ok=True)
-        except OSError:
-            pass  # the folder itself may be what can't be used
 
 
 def write_text(path: Path, text: str) -> None:
