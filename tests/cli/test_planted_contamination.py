@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfpar.audit.statistics import auc
 from hfpar.audit.summarize import cut_at, is_hit
 from hfpar.data.benchmarks import BenchmarkItem
 
@@ -31,13 +32,18 @@ def script():
         patch.syspath_prepend(str(SCRIPT.parent))
         module = importlib.import_module("planted_contamination")
     yield module
-    for name in ("planted_contamination", "planted_models"):
+    for name in ("planted_contamination", "planted_figures", "planted_models"):
         del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def planting(script):
     return sys.modules["planted_models"]
+
+
+@pytest.fixture(scope="module")
+def figures(script):
+    return sys.modules["planted_figures"]
 
 
 def story(rng):
@@ -104,14 +110,14 @@ def test_the_verdict_of_a_model_that_has_seen_the_benchmark_is_strong_evidence(a
     assert verdict.level == "strong", verdict.text
 
 
-def test_every_method_tells_planted_items_from_held_out_ones(script, audited):
+def test_every_method_tells_planted_items_from_held_out_ones(script, figures, audited):
     items = audited.items["math500"]
-    for method in script.METHODS:
+    for method in figures.METHODS:
         ours, theirs = (
             [script.scores_of(item)[method] for item in group] for group in (items[:16], items[24:])
         )
-        assert script.auc(ours, theirs)[0] >= 0.9, method
-        assert script.recall_at(ours, theirs) >= 0.8, method
+        assert auc(ours, theirs)[0] >= 0.9, method
+        assert figures.recall_at(ours, theirs) >= 0.8, method
 
 
 def test_a_null_model_and_a_held_out_half_show_no_evidence(script, models, problems):
@@ -122,10 +128,10 @@ def test_a_null_model_and_a_held_out_half_show_no_evidence(script, models, probl
         assert script.false_alarms(audit, 40, 10, 0) == (0, 10)
 
 
-def test_recall_is_taken_at_one_percent_of_false_positives(script):
+def test_recall_is_taken_at_one_percent_of_false_positives(figures):
     others = [*[0.0] * 98, 1.0, 2.0]
-    assert script.recall_at([0.5, 1.0, 1.5, 3.0], others) == 0.5
-    assert script.recall_at([1.0, 1.0], [0.0] * 98 + [1.0] * 2) == 0
+    assert figures.recall_at([0.5, 1.0, 1.5, 3.0], others) == 0.5
+    assert figures.recall_at([1.0, 1.0], [0.0] * 98 + [1.0] * 2) == 0
 
 
 def test_half_of_the_items_is_dealt_into_every_format_and_number_of_copies(planting, problems):
