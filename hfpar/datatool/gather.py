@@ -162,11 +162,13 @@ def gather(
     for source, found in zip(sources, files, strict=True):
         facts.sources.append(SourceFacts(source))
         num_bytes = sum(file.num_bytes for file in found)
+        recipe = Recipe.of(config, source, screen).for_data(found, streaming=config.streaming)
+        facts.sources[-1].report.add(DataReport(hidden_items=recipe.hidden_items))
         chunks = map_chunks(
             inspect_chunk,
             read_chunks(found, streaming=config.streaming),
             tokenizer,  # type: ignore[arg-type]
-            Recipe.of(config, source, screen).for_data(found, streaming=config.streaming),
+            recipe,
             useful_processes(num_bytes, config.dataset_num_proc),
         )
         for chunk, chunk_facts in chunks:

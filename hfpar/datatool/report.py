@@ -71,6 +71,7 @@ def _data_json(result: CheckResult, facts: DataFacts) -> dict[str, Any]:
             ],
         },
         "duplicates": {"rows": _repeats_json(same), "prompts_answered_otherwise": _repeats_json(other)},
+        "benchmark_items_in_all_rows": report.hidden_items,
         "sources": [_source_json(source, facts.has_tokens) for source in facts.sources],
     }
 
@@ -184,6 +185,10 @@ def _print_data(console: Console, result: CheckResult, facts: DataFacts) -> None
         (kind, facts.report.counts[kind], [str(place) for place in places])
         for kind, places in facts.noted_places.items()
     ]
+    hidden = facts.report.hidden_items
+    notes.append(
+        ("benchmark items in what most rows have in common, such as a system prompt", len(hidden), hidden)
+    )
     same, other = facts.digests.repeats()
     duplicates = [
         ("rows that say what an earlier row says", same.count, _pairs(same)),

@@ -226,6 +226,7 @@ def test_json_holds_the_same_figures_and_every_problem(hfpar_data, model):
             "rows": {"count": 1, "pairs": [{**place(3), "earlier": place(1)}]},
             "prompts_answered_otherwise": {"count": 1, "pairs": [{**place(4), "earlier": place(1)}]},
         },
+        "benchmark_items_in_all_rows": [],
         "sources": [
             {
                 "path": "mixed.jsonl",
@@ -278,6 +279,20 @@ def test_terminal_lists_five_places_of_a_kind_and_json_all(hfpar_data):
     code, out, _ = hfpar_data("check", "bad.jsonl", "--json")
     problems = json.loads(out)["dataset"]["problems"]
     assert [row["number"] for row in problems["rows"]] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_check_names_benchmark_items_that_all_rows_hold(hfpar_data):
+    held = "A glassblower fills eleven crates with bottles, nine to a crate, and drops two of them on the way to town."
+    write("bench.jsonl", {"question": held, "answer": "#### 97"})
+    write("rows.jsonl", *({"text": f"{held} row {number} of many"} for number in range(40)))
+    words = ("--decontaminate_against", "gsm8k", '--benchmark_files={"gsm8k": "bench.jsonl"}')
+    code, out, _ = hfpar_data("check", "rows.jsonl", *words)
+    assert code == 0
+    lines = out.splitlines()
+    where = lines.index("  1 benchmark items in what most rows have in common, such as a system prompt")
+    assert lines[where - 1 : where + 2 : 2] == ["notes", "    gsm8k 0"]
+    report = json.loads(hfpar_data("check", "rows.jsonl", *words, "--json")[1])
+    assert report["dataset"]["benchmark_items_in_all_rows"] == ["gsm8k 0"]
 
 
 def test_without_a_model_it_reports_what_needs_no_tokenizer(hfpar_data):
