@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import signal
 import threading
@@ -15,15 +16,25 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Within it a started process inherits deafness to Ctrl-C: it is this process that ends the others."""
+    """Within it a started process inherits deafness to Ctrl-C: it is this process that ends the others.
+
+    A Ctrl-C meanwhile isn't lost: this process hears of it at the end.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    multiprocessing.resource_tracker.ensure_running()  # its start would undo the blocking
+    heard: list[int] = []
+    # Blocked is what a child inherits; the handler is for a signal that another thread of this process takes.
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def end_with_parent() -> None:

@@ -94,6 +94,7 @@ def test_a_stopped_launcher_leaves_no_worker(
     process = start(tmp_path, config, script)
     started = [tmp_path / f"started_{rank}" for rank in range(int(config["num_processes"]))]
     wait_for(started)
+    time.sleep(0.5)  # until the launcher waits, also where the machine is busy
     stopped_at = time.monotonic()
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)

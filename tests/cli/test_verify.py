@@ -102,7 +102,7 @@ def test_ctrl_c_stops_all_processes_and_leaves_no_files(tmp_path):
     stopped_at = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)  # ends when the last process has let go of the pipes
-    assert time.monotonic() - stopped_at < 10
+    assert time.monotonic() - stopped_at < 30
     assert (output, errors, process.returncode) == ("", "hfpar: stopped\n", 130)
     assert not list(tmp_path.iterdir())
 
