@@ -11,6 +11,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_works_afterwards() -> Iterator[None]:
+    """A program that ends with an error ignores Ctrl-C from then on; what later tests start would inherit that."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_group_left_behind() -> Iterator[None]:
     """A program called within the tests' own process leaves its group to the process's end, as hfpar's do."""
