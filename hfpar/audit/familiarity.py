@@ -74,6 +74,8 @@ def find_intrusion(
     for copy in sorted(control_items, key=lambda item: hashlib.sha256(item.item_id.encode()).digest()):
         if copy.pair_id is None or copy.pair_id not in asked or copy.own_answer_right is None:
             continue
+        if copy.pair_set not in (None, benchmark):  # another benchmark's item with the same id
+            continue
         first, second = answers.get(copy.pair_id), control_answers.get(copy.item_id)
         if first is not None and second is not None and not equal(first, second):
             chosen.setdefault(copy.pair_id, copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hfpar.audit.results import Comparison, ItemResult, RatioTest
@@ -13,8 +14,18 @@ def limitations(
     items: Mapping[str, Sequence[ItemResult]],
     comparisons: Sequence[Comparison],
     tests: Sequence[RatioTest],
+    *,
+    has_orders: bool = False,
 ) -> list[str]:
-    """Plain sentences, the most general first; only those that apply to this run."""
+    """Plain sentences, the most general first; only those that apply to this run.
+
+    Args:
+        sets: benchmarks and controls.
+        items: by a set's name.
+        comparisons: of benchmarks with controls.
+        tests: of them.
+        has_orders: whether the order of a file was tested.
+    """
     found = [
         "Only word-for-word memory of the questions is tested. A model that has seen them paraphrased, translated, "
         "reformatted or with other numbers, or has seen them too seldom to complete them, looks as if it had not.",
@@ -31,6 +42,11 @@ def limitations(
         found.append(
             "Log-probability scores compare texts of different origin: an AUC above 0.5 can come from style, topic or "
             "age of the texts as well as from exposure. The verdicts don't use them."
+        )
+    if has_orders:
+        found.append(
+            "A file that is sorted by topic, source or difficulty is likelier in its own order even to a model that "
+            "has never read it: the test of the order can't tell the two apart. The verdicts don't use it."
         )
     if any(item.grade == "C" for info in benchmarks for item in items[info.name]):
         found.append("Grade C (the right answer from a part of the question) is often a lucky guess.")
@@ -49,12 +65,18 @@ def _skipped(benchmarks: Sequence[SetInfo], items: Mapping[str, Sequence[ItemRes
                 for cut in item.cuts
                 if (cut.ratio, cut.mode) == (ratio, mode)
             ]
-            num_short = sum(cut.skipped == "short_tail" for cut in cuts)
-            num_other = sum(cut.skipped in ("no_cut", "too_long") for cut in cuts)
+            reasons = Counter[str](cut.skipped for cut in cuts if cut.skipped is not None)
+            num_short, num_shared = reasons["short_tail"], reasons["shared_tail"]
+            num_other = reasons["no_cut"] + reasons["too_long"]
             if num_short > 0.05 * len(cuts):
                 found.append(
                     f"{info.name}: at {100 * ratio:.0f} %, {num_short} of {len(cuts)} items have tails too short to "
                     "tell memory from luck; they are not tested there."
+                )
+            if num_shared:
+                found.append(
+                    f"{info.name}: at {100 * ratio:.0f} %, {num_shared} of {len(cuts)} items end as another one does; "
+                    "completing such an ending says nothing of the item, so they are not tested there."
                 )
             if num_other:
                 found.append(
@@ -85,8 +107,11 @@ def _controls(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]
             "Perturbed copies are slightly less natural than their originals, and a model that knows the original may "
             "complete some of them from memory, too, which hides a part of the excess."
         )
-        if any(_several_copies(items[info.name]) for info in sets if info.kind == "perturbed"):
-            found.append("Some items have several perturbed copies, which are not independent of each other.")
+    if any(_several_variants(items[info.name]) for info in sets if info.role == "control"):
+        found.append(
+            "Some items have several variants in a control, which are not independent of each other; where they vary "
+            "fewer than half as many items as the benchmark has, one of each is compared."
+        )
     if "file" in controls:
         found.append(
             "Controls from files may have been published before the model was trained, and be memorised themselves: "
@@ -99,9 +124,9 @@ def _controls(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]
     return found
 
 
-def _several_copies(items: Sequence[ItemResult]) -> bool:
-    pairs = [item.pair_id for item in items if item.pair_id is not None]
-    return len(set(pairs)) < len(pairs)
+def _several_variants(items: Sequence[ItemResult]) -> bool:
+    owners = [item.owner for item in items if item.pair_id is not None]
+    return len(set(owners)) < len(owners)
 
 
 def _matching(comparisons: Sequence[Comparison], tests: Sequence[RatioTest]) -> list[str]:

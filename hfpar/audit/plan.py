@@ -187,13 +187,10 @@ def _control_tails(
 def _control_plan(name: str, ours: Sequence[Tail], theirs: Sequence[Tail], alpha: float) -> ControlPlan:
     strata, num_unmatched = match_tails(ours, theirs)
     num_matched = sum(stratum.control_total for stratum in strata)
-    matched = len(ours) - num_unmatched
     detectable = {}
     if num_matched >= MIN_CONTROL_ITEMS:
-        detectable = {
-            rate: expected_detectable_share(matched, num_matched, rate, alpha) for rate in CONTROL_RATES
-        }
-    return ControlPlan(name, len(theirs), num_matched, matched, detectable)
+        detectable = {rate: expected_detectable_share(strata, rate, alpha) for rate in CONTROL_RATES}
+    return ControlPlan(name, len(theirs), num_matched, len(ours) - num_unmatched, detectable)
 
 
 # For people
@@ -207,7 +204,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(
         "On the right: the smallest share of a benchmark's tails completed from memory that is found 4 times in 5 "
         f"(alpha {plan.alpha:g} by Holm over {plan.num_tests} tests), by how many of the control a model completes by "
-        f"luck. Fewer than {MIN_CONTROL_ITEMS} matching control tails test nothing."
+        f"luck; each control by itself. Fewer than {MIN_CONTROL_ITEMS} matching control tails test nothing."
     )
 
 

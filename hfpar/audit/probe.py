@@ -308,6 +308,7 @@ class Probe:
             logprobs=logprobs,
             cuts=[],
             pair_id=planned.item.pair_id,
+            pair_set=planned.item.pair_set,
         )
 
 

@@ -17,7 +17,7 @@ Mode = Literal["bare", "chat"]
 """Whether the model was given the bare prefix, or the prefix as a user's message in its chat template."""
 Grade = Literal["A", "B", "C"]
 Level = Literal["strong", "some", "none", "untested"]
-SkipReason = Literal["short_tail", "no_cut", "too_long", "same_as_benchmark"]
+SkipReason = Literal["short_tail", "no_cut", "too_long", "same_as_benchmark", "shared_tail"]
 
 
 # One line of items.jsonl
@@ -82,6 +82,13 @@ class ItemResult:
     own_answer_right: bool | None = None
     pair_id: str | None = None
     """Of a control: the item of the benchmark that it was made from."""
+    pair_set: str | None = None
+    """The name of that benchmark."""
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """A set and an item of it: what varies an item belongs to that one."""
+        return (self.set, self.item_id) if self.pair_id is None else (self.pair_set or "", self.pair_id)
 
 
 # report.json
@@ -97,7 +104,7 @@ class Estimate:
     total: int
     hits: int | None = None
     """Of a share."""
-    method: Literal["clopper-pearson", "bootstrap"] = "clopper-pearson"
+    method: Literal["clopper-pearson", "stratified-wilson", "bootstrap"] = "clopper-pearson"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from hfpar.audit.answering import judge_answers, with_own_answer
 from hfpar.audit.answers import gold_answer
 from hfpar.audit.build import build_report, notes, publish
+from hfpar.audit.endings import CommonEndings
 from hfpar.audit.folder import AuditFolder
 from hfpar.audit.prefix import TokenizedText
 from hfpar.audit.probe import PlannedItem, ProbeSettings
@@ -20,7 +21,7 @@ from hfpar.audit.results import ItemResult, ModelInfo, Report, Timing
 from hfpar.audit.server import CompletionServer, ServerAbilities
 from hfpar.audit.server_http import ServerError
 from hfpar.audit.server_items import CutRules, Probed, ServerProbe
-from hfpar.audit.sets import AuditSet, KnownEndings, limits_of, load_sets, ratios_of
+from hfpar.audit.sets import AuditSet, limits_of, load_sets, ratios_of
 from hfpar.audit.store import LineStore
 from hfpar.config.audit_schema import AuditConfig
 from hfpar.errors import ConfigError
@@ -159,8 +160,7 @@ class _Auditor:
             CutRules(
                 ratios_of(config),
                 limits_of(config),
-                KnownEndings(sets),
-                {one.name: one.info.applies_to for one in sets if one.info.role == "control"},
+                CommonEndings((one.info, one.benchmark) for one in sets),
             ),
             scores=abilities.scores,
         )

@@ -13,6 +13,7 @@ from os.path import commonprefix
 import numpy as np
 
 from hfpar.audit.answering import NEXT_QUESTION, question_prompt
+from hfpar.audit.endings import CommonEndings
 from hfpar.audit.plan import plain_cut
 from hfpar.audit.prefix import Cut, TailLimits
 from hfpar.audit.probe import Judgement, PlannedItem, ProbeSettings
@@ -20,7 +21,6 @@ from hfpar.audit.results import CutResult, ItemResult
 from hfpar.audit.scoring import Run, Span, edit_similarity, familiarity, hit_spans, longest_run, rouge_l
 from hfpar.audit.server import CompletionServer, HiddenError, TooLong
 from hfpar.audit.server_probe import ScoredText, SpellingError, scored_text
-from hfpar.audit.sets import KnownEndings
 from hfpar.audit.text import Match, match, word_spans
 
 _SPARE_TOKENS = 8
@@ -35,9 +35,7 @@ class CutRules:
 
     ratios: Sequence[float]
     limits: TailLimits
-    known: KnownEndings
-    applies_to: dict[str, Sequence[str]]
-    """By a control's name: the benchmarks it is held against."""
+    common: CommonEndings
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,7 @@ class ServerProbe:
 
     def _cut(self, planned: PlannedItem, text: Known, ratio: float) -> Cut:
         cut = plain_cut(text.text, ratio, self.rules.limits, text.fits)
-        benchmarks = self.rules.applies_to.get(planned.set, ())
-        return self.rules.known.skip(planned.tokenized, cut, benchmarks)
+        return self.rules.common.skip(cut, planned.item, planned.set)
 
     # Verdicts
 
@@ -275,6 +272,7 @@ def _result(planned: PlannedItem, text: Known, cuts: Sequence[CutResult]) -> Ite
         logprobs=known,
         cuts=list(cuts),
         pair_id=planned.item.pair_id,
+        pair_set=planned.item.pair_set,
     )
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from hfpar.audit.controls import RANDOM_CALCULATION, perturbed_copies, random_calculation
-from hfpar.audit.prefix import Cut, TailLimits, TextTokenizer, TokenizedText, find_cut
+from hfpar.audit.endings import CommonEndings
+from hfpar.audit.prefix import Cut, TailLimits, TextTokenizer, find_cut
 from hfpar.audit.probe import PlannedItem
 from hfpar.audit.summarize import SetInfo
-from hfpar.audit.text import normalize
 from hfpar.config.audit_schema import AuditConfig
 from hfpar.config.audit_validate import DEFAULT_RATIOS
 from hfpar.config.validate import names_in
 from hfpar.data.benchmarks import Benchmark, load_benchmarks, load_control
 from hfpar.errors import ConfigError
-
-_ENDING = 24
-"""Characters at the end of a text by which others that end alike are looked up."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def plan_items(
         limits: of tails.
         max_length: most tokens that the model reads.
     """
-    known = KnownEndings(sets)
+    common = CommonEndings((one.info, one.benchmark) for one in sets)
     planned = []
     for one in sets:
         texts = [item.question.strip() for item in one.benchmark.items]
@@ -167,34 +164,6 @@ def plan_items(
                 cuts = [Cut(ratio, skipped="too_long") for ratio in ratios]
             else:
                 cuts = [find_cut(tokenized, ratio, tokenizer, limits) for ratio in ratios]
-            if one.info.role == "control":
-                cuts = [known.skip(tokenized, cut, one.info.applies_to) for cut in cuts]
+            cuts = [common.skip(cut, item, one.name) for cut in cuts]
             planned.append(PlannedItem(one.name, item, tokenized, cuts))
     return planned
-
-
-class KnownEndings:
-    """How the benchmarks' texts end: a control's tail that one of them ends with, too, tells nothing."""
-
-    def __init__(self, sets: Sequence[AuditSet]) -> None:
-        self._texts: Mapping[str, dict[str, list[str]]] = {
-            one.name: defaultdict(list) for one in sets if one.info.role == "benchmark"
-        }
-        for one in sets:
-            if one.info.role == "benchmark":
-                for item in one.benchmark.items:
-                    text = normalize(item.question)
-                    self._texts[one.name][text[-_ENDING:]].append(text)
-
-    def skip(self, tokenized: TokenizedText, cut: Cut, benchmarks: Sequence[str]) -> Cut:
-        """The cut, marked as skipped if its tail ends an item of a benchmark that it is held against."""
-        if cut.skipped:
-            return cut
-        tail = normalize(tokenized.text[cut.position :])
-        for name in benchmarks:
-            texts = self._texts[name]
-            short = len(tail) < _ENDING  # such as `min_tail_chars` may allow
-            alike = chain(*texts.values()) if short else texts.get(tail[-_ENDING:], [])
-            if any(text.endswith(tail) for text in alike):
-                return replace(cut, skipped="same_as_benchmark")
-        return cut

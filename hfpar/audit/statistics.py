@@ -25,7 +25,9 @@ _NEGLIGIBLE = 1e-120
 """Chances that no such p-value depends on. Products of two of them are still ordinary numbers, which denormal ones,
 a hundred times slower, are not."""
 LEAST_IN_A_STRATUM = 10
-"""Items of either group."""
+"""Tails of the control."""
+_NEAR, _MOST_APART, _LONGER = 1.25, 1.5, 1.1
+"""How much longer tails may be that are about as long; within merged bins; and of the control in the mean."""
 _Z = float(stats.norm.ppf(0.975))
 _MOST_RESAMPLES = 2000
 _MOST_DRAWS = 40_000_000
@@ -84,60 +86,101 @@ def stratify(
 
     A model that knows nothing completes a tail of n words with a chance that falls about exponentially with n, so that
     nearly all of its lucky ones are among the shortest tails. The bins are therefore finer there: their edges are
-    1/32, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2 and 3/4 quantiles of the benchmark's lengths. A bin with fewer than
-    `least` items of either group is merged with the next longer one, and the last one with the one before it.
+    1/32, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2 and 3/4 quantiles of the benchmark's lengths. A bin with fewer than `least`
+    tails of the control is merged with the next longer one, and the last one with the one before it.
+
+    Shorter tails beside longer ones would look like an excess. So a tail of the benchmark counts only if `least` of the
+    control's are within a quarter of its length, bins merge only up to half as long again, and in no stratum is the
+    control's mean length more than a tenth above the benchmark's: its longest tails are left out, then the benchmark's
+    shortest. All of this looks at lengths alone.
 
     Args:
         lengths: Of the benchmark's tails, in words.
         hits: Which of them were completed.
         control_lengths: Of the control's.
         control_hits: Which of them were completed.
-        least: Items of either group in a stratum.
+        least: Tails of the control in a stratum.
         holds_numbers: What to write into `Stratum.holds_numbers`.
 
     Returns:
-        Strata in order of length, and how many items of the benchmark are in none: those with tails shorter or longer
-        than any of the control's, or all if even together there are fewer than `least` of either group.
+        Strata in order of length, and how many tails of the benchmark are in none.
     """
     ours, theirs = np.asarray(lengths, dtype=np.int64), np.asarray(control_lengths, dtype=np.int64)
     our_hits, their_hits = np.asarray(hits, dtype=bool), np.asarray(control_hits, dtype=bool)
-    if not len(ours) or not len(theirs):
-        return [], len(ours)
-    inside = (ours >= theirs.min()) & (ours <= theirs.max())
+    if not len(ours):
+        return [], 0
+    inside = _num_near(ours, theirs) >= least
     if not inside.any():
         return [], len(ours)
     edges = np.unique(np.quantile(ours[inside], _EDGES, method="inverted_cdf"))
     # A bin's upper end is an edge, inclusive; the last one has none. Control tails beyond the benchmark's are no match.
     near = (theirs >= ours[inside].min()) & (theirs <= ours[inside].max())
-    our_bin, their_bin = np.searchsorted(edges, ours), np.searchsorted(edges, theirs)
-    groups: list[list[int]] = []
-    current: list[int] = []
-    for number in range(len(edges) + 1):
-        current.append(number)
-        if min(_count(our_bin, inside, current), _count(their_bin, near, current)) >= least:
-            groups.append(current)
-            current = []
-    if current and groups:
-        groups[-1] = groups[-1] + current
+    our_bins = np.where(inside, np.searchsorted(edges, ours), -1)
+    their_bins = np.where(near, np.searchsorted(edges, theirs), -1)
     strata = []
-    for group in groups:
-        here, there = np.isin(our_bin, group) & inside, np.isin(their_bin, group) & near
+    for group in _merge(ours, our_bins, their_bins, len(edges) + 1, least):
+        here, there = _balance(
+            ours,
+            np.flatnonzero(np.isin(our_bins, group)),
+            theirs,
+            np.flatnonzero(np.isin(their_bins, group)),
+            least,
+        )
+        if not len(here):
+            continue
         strata.append(
             Stratum(
                 low=int(min(ours[here].min(), theirs[there].min())),
                 high=int(max(ours[here].max(), theirs[there].max())),
                 hits=int(our_hits[here].sum()),
-                total=int(here.sum()),
+                total=len(here),
                 control_hits=int(their_hits[there].sum()),
-                control_total=int(there.sum()),
+                control_total=len(there),
                 holds_numbers=holds_numbers,
             )
         )
     return strata, len(ours) - sum(stratum.total for stratum in strata)
 
 
-def _count(bins: np.ndarray, kept: np.ndarray, group: Sequence[int]) -> int:
-    return int((np.isin(bins, group) & kept).sum())
+def _num_near(lengths: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """How many of the others are about as long as each: up to a quarter longer or shorter, or a word."""
+    ordered = np.sort(others)
+    low = np.minimum(np.ceil(lengths / _NEAR), lengths - 1)
+    high = np.maximum(np.floor(lengths * _NEAR), lengths + 1)
+    return np.searchsorted(ordered, high, side="right") - np.searchsorted(ordered, low, side="left")
+
+
+def _merge(
+    ours: np.ndarray, our_bins: np.ndarray, their_bins: np.ndarray, num_bins: int, least: int
+) -> list[list[int]]:
+    """Bins that make strata: each with a tail of the benchmark and `least` of the control's."""
+    groups: list[list[int]] = []
+    current: list[int] = []
+    for number in range(num_bins):
+        here = ours[our_bins == number]
+        before = ours[np.isin(our_bins, current)]
+        if len(here) and len(before) and here.max() > _MOST_APART * before.min():
+            current = []  # nothing of the control is about as long
+        current.append(number)
+        if np.isin(our_bins, current).any() and np.isin(their_bins, current).sum() >= least:
+            groups.append(current)
+            current = []
+    if current and groups:
+        groups[-1] = groups[-1] + current
+    return groups
+
+
+def _balance(
+    ours: np.ndarray, here: np.ndarray, theirs: np.ndarray, there: np.ndarray, least: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Leave out the control's longest tails, then the benchmark's shortest, until those aren't longer in the mean."""
+    while len(here) and theirs[there].mean() > _LONGER * ours[here].mean():
+        shorter = there[theirs[there] < theirs[there].max()]
+        if len(shorter) >= least:
+            there = shorter
+        else:
+            here = here[ours[here] > ours[here].min()]
+    return here, there
 
 
 # Excess over a control
@@ -207,6 +250,19 @@ def binomial(total: int, chance: float) -> np.ndarray:
 
 def _log_choose(total: int, chosen: np.ndarray) -> np.ndarray:
     return special.gammaln(total + 1) - special.gammaln(chosen + 1) - special.gammaln(total - chosen + 1)
+
+
+def reweighted(strata: Sequence[Stratum]) -> Estimate:
+    """The control's share, had it as many tails of each stratum as the benchmark, with a stratified Wilson interval."""
+    hits = np.array([stratum.control_hits for stratum in strata], dtype=np.float64)
+    totals = np.array([stratum.control_total for stratum in strata], dtype=np.float64)
+    weights = np.array([stratum.total for stratum in strata], dtype=np.float64)
+    if not strata:
+        return share(0, 0)
+    value, low, high = _stratified_wilson(hits, totals, weights / weights.sum())
+    return Estimate(
+        value, low, high, total=int(totals.sum()), hits=int(hits.sum()), method="stratified-wilson"
+    )
 
 
 def newcombe(strata: Sequence[Stratum]) -> Interval:
@@ -298,10 +354,9 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def auc(scores: Sequence[float], control_scores: Sequence[float]) -> Interval:
-    """Chance that an item scores higher than a control's (ties count half), with DeLong's 95 % interval.
+    """Chance that an item scores higher than a control's (ties count half), with a 95 % interval.
 
-    Where the groups don't overlap, DeLong's variance is 0; then the interval is Newcombe's (2006) method 5. Scores that
-    are no numbers are left out.
+    DeLong's (1988), or Newcombe's (2006) method 5 where that is wider. Scores that are no numbers are left out.
 
     Raises:
         ValueError: One of the groups is empty.
@@ -318,11 +373,11 @@ def auc(scores: Sequence[float], control_scores: Sequence[float]) -> Interval:
     if min(num_ours, num_theirs) < 2:
         return value, 0.0, 1.0
     variance = float(of_ours.var(ddof=1) / num_ours + of_theirs.var(ddof=1) / num_theirs)
-    if variance < 1e-14 and value in (0.0, 1.0):
-        edge = _edge_of_separation(num_ours, num_theirs)
-        return (value, edge, 1.0) if value == 1.0 else (value, 0.0, 1 - edge)
     half = _Z * variance**0.5
-    return value, max(0.0, value - half), min(1.0, value + half)
+    low, high = max(0.0, value - half), min(1.0, value + half)
+    ends = _score_interval(value, num_ours, num_theirs)
+    # DeLong's variance is too small near 0 and 1, and none where the groups don't overlap or all scores are equal.
+    return (value, *ends) if ends[1] - ends[0] > high - low else (value, low, high)
 
 
 def _numbers(scores: Sequence[float]) -> np.ndarray:
@@ -330,17 +385,17 @@ def _numbers(scores: Sequence[float]) -> np.ndarray:
     return found[~np.isnan(found)]
 
 
-def _edge_of_separation(first: int, second: int) -> float:
-    """The smallest AUC from which an observed 1 is no more than 1.96 standard errors away."""
+def _score_interval(value: float, first: int, second: int) -> tuple[float, float]:
+    """The AUCs from which an observed one is 1.96 standard errors away, by Hanley and McNeil's variance at each."""
 
-    def distance(value: float) -> float:
-        spread = (1 - value) / (2 - value) + value / (1 + value)
-        variance = value * (1 - value) * (1 + ((first + second) / 2 - 1) * spread) / (first * second)
-        return (1 - value) - _Z * variance**0.5
+    def distance(true: float) -> float:
+        spread = (1 - true) / (2 - true) + true / (1 + true)
+        variance = true * (1 - true) * (1 + ((first + second) / 2 - 1) * spread) / (first * second)
+        return abs(value - true) - _Z * variance**0.5
 
-    if distance(0.5) <= 0:
-        return 0.5
-    return float(optimize.brentq(distance, 0.5, 1 - 1e-12))
+    low = 0.0 if value == 0 else float(optimize.brentq(distance, 0.0, min(value, 1 - 1e-12)))
+    high = 1.0 if value == 1 else float(optimize.brentq(distance, max(value, 1e-12), 1.0))
+    return low, high
 
 
 def mcnemar(
@@ -350,7 +405,8 @@ def mcnemar(
     total = only_first + only_second
     if total == 0:
         return None
-    return float(stats.binomtest(only_first, total, 0.5, alternative=alternative).pvalue)
+    p_value = float(stats.binomtest(only_first, total, 0.5, alternative=alternative).pvalue)
+    return max(SMALLEST_P_VALUE, p_value)
 
 
 def order_p_value(ranks: Sequence[int], num_permutations: int) -> float:

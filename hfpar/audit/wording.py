@@ -28,18 +28,35 @@ SKIP_REASONS = {
     "no_cut": "no place to cut",
     "too_long": "longer than the context",
     "same_as_benchmark": "same tail as an item of a benchmark",
+    "shared_tail": "another item ends the same",
 }
+DECIDING_RULE = (
+    "The control with the largest p-value decides; a control that leaves more than half of the benchmark's tails "
+    "without a counterpart is only heard where no other has power."
+)
+ORDER_MEANING = (
+    "whether the file's own order is likelier than shuffled ones, which reading the file explains, or a file sorted by "
+    "topic, source or difficulty"
+)
+SMALLEST_P_VALUE = 1e-95
+"""What is smaller isn't told apart: p-values are worked out down to 1e-100, and Holm multiplies them."""
+_P_VALUE_THRESHOLDS = (0.05, 0.001)
+_EXACT_DIGITS = 17
+"""That tell any two numbers apart."""
 
 
 def percent(value: float | None) -> str:
-    """A share: `12.4 %`, `0.43 %`; `0 %` and `100 %` only where it is exactly that."""
+    """A share: `12.4 %`, `0.43 %`, `> 99.9 %`; `0 %` and `100 %` only where it is exactly that."""
     if value is None:
         return NOTHING
     if value in (0.0, 1.0):
         return f"{100 * value:.0f} %"
     if 0 < value < 0.00005:
         return "< 0.01 %"
-    return f"{100 * value:.2f} %" if 0 < value < 0.00995 else f"{100 * value:.1f} %"
+    if 0 < value < 0.00995:
+        return f"{100 * value:.2f} %"
+    text = f"{100 * value:.1f}"
+    return "> 99.9 %" if text == "100.0" else f"{text} %"
 
 
 def points(value: float | None) -> str:
@@ -72,16 +89,42 @@ def _signed(value: float) -> str:
     return f"{MINUS if value < 0 and text != '0.0' else ''}{text}"
 
 
-def p_value(value: float | None) -> str:
-    """A p-value: `0.031`, `4e-7`."""
+def p_value(value: float | None, *thresholds: float) -> str:
+    """A p-value: `0.031`, `4e-7`.
+
+    Args:
+        value: what is shown.
+        thresholds: beside 0.05 and 0.001; digits are added until the rounded value is on the same side of each.
+    """
     if value is None:
         return NOTHING
+    if value < SMALLEST_P_VALUE:
+        return f"< {SMALLEST_P_VALUE:g}"
+    bounds = (*_P_VALUE_THRESHOLDS, *thresholds)
+    fewest = 2 if value >= 0.001 else 1
+    texts = (_rounded(value, digits) for digits in range(fewest, _EXACT_DIGITS + 1))
+    return next(text for text in texts if all((float(text) <= t) == (value <= t) for t in bounds))
+
+
+def _rounded(value: float, digits: int) -> str:
     if value >= 0.001:
-        return f"{value:.2g}"
-    if value < 1e-99:
-        return "< 1e-99"
-    mantissa, exponent = f"{value:.0e}".split("e")
+        return f"{value:.{digits}g}"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def p_equals(value: float | None, *thresholds: float) -> str:
+    """A p-value in a sentence: `p = 0.031`, `p < 1e-95`; arguments as of `p_value`."""
+    if value is None:
+        return NOTHING
+    text = p_value(value, *thresholds)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
+def thresholds(report: Report) -> list[float]:
+    """What the report's p-values are held against, beside the usual."""
+    alpha = report.settings.get("alpha")
+    return [float(alpha)] if isinstance(alpha, (int, float)) else []
 
 
 def share(estimate: Estimate | None) -> str:
@@ -90,6 +133,16 @@ def share(estimate: Estimate | None) -> str:
         return NOTHING
     counts = "" if estimate.hits is None else f" ({estimate.hits:,}/{estimate.total:,})"
     return percent(estimate.value) + counts
+
+
+def control_share(estimate: Estimate | None) -> str:
+    """As `share`; where the share is reweighted, so that the counts don't give it: `10/420, reweighted 48.4 %`."""
+    if estimate is None or estimate.value is None or estimate.hits is None or not estimate.total:
+        return share(estimate)
+    shown = percent(estimate.value)
+    if shown == percent(estimate.hits / estimate.total):
+        return share(estimate)
+    return f"{estimate.hits:,}/{estimate.total:,}, reweighted {shown}"
 
 
 def ratio(value: float) -> str:

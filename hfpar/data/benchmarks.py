@@ -71,6 +71,10 @@ class BenchmarkItem:
     pair_set: str | None = None
     """Name of the benchmark whose item that is: ids may come in several."""
 
+    def owner(self, name: str) -> tuple[str, str]:
+        """A set and an item of it, this one being of the set `name`: what varies an item belongs to that one."""
+        return (name, self.item_id) if self.pair_id is None else (self.pair_set or "", self.pair_id)
+
 
 @dataclass(frozen=True)
 class Benchmark:

@@ -123,7 +123,15 @@ def test_the_summary_takes_the_clearest_change_of_the_last_checkpoint(comparison
     assert text.startswith(
         f"orchard: {wording.points(best.difference)} from {wording.ratio(best.ratio)} of the text"
     )
-    assert "brookside: no item changed" in text
+    assert wording.p_equals(best.p_holm) in text and "brookside: no item changed" in text
     # However clear a change on the way was.
     sooner = [replace(rate, p_holm=1e-30) if rate.second == "step-100" else rate for rate in comparison.rates]
     assert summarize_changes(replace(comparison, rates=sooner)) == text
+
+
+@pytest.mark.parametrize(("p_value", "said"), [(0.05028, "p = 0.0503"), (1e-98, "p < 1e-95")])
+def test_p_values_of_changes_are_english_and_not_rounded_across_the_level(comparison, p_value, said):
+    rates = [replace(rate, p_value=p_value, p_holm=p_value) for rate in comparison.rates]
+    changed = replace(comparison, rates=rates)
+    assert said in summarize_changes(changed)
+    assert Page(make_compare_page(changed)).text.count(said) > len(rates)  # each row, and the summary

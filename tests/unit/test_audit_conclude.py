@@ -49,11 +49,20 @@ def item(name: str, number: int, *cuts: CutResult, text: str = TEXT, **others) -
 def many(
     name: str, total: int, num_hits: int, *, ratios=(0.6,), mode="bare", words=12, **others
 ) -> list[ItemResult]:
-    """The first `num_hits` items are completed."""
+    """The first `num_hits` items are completed; no two texts end alike."""
     return [
-        item(name, number, *(cut(ratio, mode, words, number < num_hits) for ratio in ratios), **others)
+        item(
+            name,
+            number,
+            *(cut(ratio, mode, words, number < num_hits) for ratio in ratios),
+            **{**others, "text": f"{others.get('text', TEXT)} So it was in {a_word(name, number)}."},
+        )
         for number in range(total)
     ]
+
+
+def a_word(name: str, number: int) -> str:
+    return "".join("bdfghjklmn"[int(digit)] for digit in str(number)) + "a" + name.replace("-", "")
 
 
 BENCHMARK = SetInfo("own", "benchmark", "benchmark", "own.jsonl", "0" * 64)
@@ -364,7 +373,7 @@ def test_limitations_are_those_of_the_run():
     }
     _, comparisons, tests = verdict_of(sets, items)
     text = " ".join(limitations(sets, items, comparisons, tests))
-    assert "There is no control" not in text and "several perturbed copies" in text
+    assert "There is no control" not in text and "several variants in a control" in text
     for part in ("Perturbed copies", "Controls from files", "AUC", "Only the chat template"):
         assert part in text
     assert "too short" not in text and "clean" not in text

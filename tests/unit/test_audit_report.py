@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from hfpar.audit import wording
+from hfpar.audit.limitations import limitations
 from hfpar.audit.report import (
     charts,
     print_report,
@@ -23,6 +24,7 @@ from hfpar.audit.report.figures import draw_forest, draw_ratios
 from hfpar.audit.report.markdown import make_markdown
 from hfpar.audit.report.page import embedded, make_page
 from hfpar.audit.report.storage import in_order, write_file, write_report_json, write_text
+from hfpar.audit.summarize import SetInfo
 from hfpar.errors import ConfigError
 from tests.made_up_audit import Page, make_run  # noqa: TID251
 
@@ -266,7 +268,7 @@ def test_a_control_without_power_has_no_p_value(tmp_path):
     report, items = make_run(controls=SMALL)
     page = Page(make_page(report, items))
     assert "no power: fewer than 200 items of controls" in page.text and "Not tested" in page.text
-    assert not re.search(r"p \d", page.text.split("Exact match")[1].split("Longest runs")[0])
+    assert not re.search(r"p [=<] ", page.text.split("Exact match")[1].split("Longest runs")[0])
     assert "no power" in record(report) and "no power" in make_markdown(report)
 
 
@@ -377,6 +379,125 @@ def test_markdown_keeps_texts_in_their_cells(run):
     assert "````text\nrun ```x```\n````" in text
     for table in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def text_of_all(report, items):
+    """What people read: Markdown, the page, the terminal; the page's apostrophes as the others'."""
+    page = Page(make_page(report, items)).text.replace("’", "'")
+    return [make_markdown(report), page, record(report, 200)]
+
+
+def test_a_p_value_just_above_alpha_is_not_rounded_to_it_anywhere(run):
+    report, items = run
+    report = replace(report, settings={**report.settings, "alpha": 0.01})
+    p_value, p_holm = 0.01003, 0.010004
+    report = replace(
+        report,
+        comparisons=[replace(item, p_value=p_value) for item in report.comparisons],
+        tests=[replace(item, p_value=p_value, p_holm=p_holm) for item in report.tests],
+        verdicts=[replace(item, p_holm=p_holm) for item in report.verdicts],
+    )
+    assert wording.thresholds(report) == [0.01]
+    for text in text_of_all(report, items):
+        assert "0.01003" in text and "0.010004" in text
+        assert not re.search(r"(?<![\d.])0\.01(?!\d)", text.rsplit("How it was made", 1)[0])
+    annotated = [text.get_text() for text in draw_forest(report).axes[0].texts]
+    assert annotated == ["p = 0.01003"] * len(report.comparisons)
+
+
+def test_a_p_value_too_small_to_tell_is_said_to_be_less(run):
+    report, items = run
+    report = replace(report, comparisons=[replace(item, p_value=1e-99) for item in report.comparisons])
+    assert "p < 1e-95" in Page(make_page(report, items)).text
+    assert {text.get_text() for text in draw_forest(report).axes[0].texts} == {"p < 1e-95"}
+
+
+def test_a_reweighted_share_of_a_control_is_not_put_beside_counts_that_give_another(run):
+    report, items = run
+    first = report.comparisons[0]
+    odd = replace(first, control_rate=replace(first.control_rate, value=0.484, hits=10, total=420))
+    report = replace(report, comparisons=[odd, *report.comparisons[1:]])
+    for text in text_of_all(report, items):
+        assert "10/420, reweighted 48.4 %" in text and "48.4 % (10/420)" not in text
+    other = report.comparisons[1].control_rate
+    assert all(wording.share(other) in text for text in text_of_all(report, items))
+
+
+def test_the_rule_that_chooses_the_deciding_control_is_whole(run):
+    markdown, page, _ = text_of_all(*run)
+    assert wording.DECIDING_RULE in markdown and wording.DECIDING_RULE in page
+    assert "more than half of the benchmark's tails" in wording.DECIDING_RULE
+
+
+def test_the_order_of_a_file_has_two_explanations(run):
+    for text in text_of_all(*run)[:2]:
+        assert "which reading the file explains, or a file sorted by topic, source or difficulty" in text
+        assert "only reading" not in text
+
+
+def test_every_reason_of_skipping_has_words_in_the_page(run):
+    report, items = run
+    cut = replace(report.sets[0].cuts[0], skipped={"shared_tail": 3, "short_tail": 1})
+    first = replace(report.sets[0], cuts=[cut, *report.sets[0].cuts[1:]])
+    text = make_page(replace(report, sets=[first, *report.sets[1:]]), items)
+    assert 'title="another item ends the same: 3, tail too short: 1"' in text
+    data, script = Page(text).scripts
+    assert json.loads(data)["skipWords"] == wording.SKIP_REASONS and "data.skipWords[cut.skipped]" in script
+
+
+# What it cannot show
+
+
+def limits(sets, items, **others):
+    infos = [
+        SetInfo(name, "benchmark" if kind == "benchmark" else "control", kind, "", "") for name, kind in sets
+    ]
+    found = {name: [item for item in items if item.set == name] for name, _ in sets}
+    return limitations(infos, found, [], [], **others)
+
+
+def test_a_sorted_file_is_a_limitation_of_the_test_of_its_order():
+    _, items = make_run()
+    sets = [("orchard", "benchmark")]
+    (more,) = set(limits(sets, items, has_orders=True)) - set(limits(sets, items))
+    assert "sorted by topic, source or difficulty" in more and "can't tell the two apart" in more
+
+
+@pytest.mark.parametrize("kind", ["perturbed", "file"])
+def test_several_variants_are_told_of_whatever_the_control_is(kind):
+    _, items = make_run(benchmarks=(("orchard", 5, 0.0),), controls=(("variants", 4, 0.0, ("orchard",)),))
+    sets = [("orchard", "benchmark"), ("variants", kind)]
+
+    def said(pairs):
+        paired = [
+            replace(item, pair_set=pairs[int(item.item_id)][0], pair_id=pairs[int(item.item_id)][1])
+            if item.set == "variants"
+            else item
+            for item in items
+        ]
+        return [text for text in limits(sets, paired) if "several variants" in text]
+
+    assert said([("orchard", str(number // 2)) for number in range(4)]) == [
+        "Some items have several variants in a control, which are not independent of each other; where they vary "
+        "fewer than half as many items as the benchmark has, one of each is compared."
+    ]
+    assert not said([("orchard", str(number)) for number in range(4)])
+    # Items of two benchmarks that have the same ids are different items.
+    assert not said([("orchard", "0"), ("orchard", "1"), ("brookside", "0"), ("brookside", "1")])
+    assert not said([(None, None)] * 4)
+
+
+def test_endings_that_several_items_share_have_a_sentence_of_their_own():
+    _, items = make_run(benchmarks=(("orchard", 300, 0.0),), controls=(), ratios=(0.4,))
+    items = [
+        replace(item, cuts=[replace(item.cuts[0], skipped="shared_tail" if number < 7 else None)])
+        for number, item in enumerate(items)
+    ]
+    found = [text for text in limits([("orchard", "benchmark")], items) if text.startswith("orchard: ")]
+    assert found == [
+        "orchard: at 40 %, 7 of 300 items end as another one does; completing such an ending says nothing of the "
+        "item, so they are not tested there."
+    ]
 
 
 # The terminal

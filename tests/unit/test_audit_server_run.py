@@ -20,6 +20,7 @@ from hfpar.audit import server_audit
 from hfpar.audit.answering import judge_answers, question_prompt, with_own_answer
 from hfpar.audit.answers import gold_answer
 from hfpar.audit.comparing import read_items, run_comparison
+from hfpar.audit.endings import CommonEndings
 from hfpar.audit.forward import Forward
 from hfpar.audit.generate import Generator
 from hfpar.audit.main import main
@@ -32,11 +33,12 @@ from hfpar.audit.server_audit import read_key, run_server_audit
 from hfpar.audit.server_http import ServerError
 from hfpar.audit.server_items import CutRules, Known, ServerProbe, judge
 from hfpar.audit.server_probe import ScoredText
-from hfpar.audit.sets import KnownEndings, limits_of, load_sets, plan_items, ratios_of
+from hfpar.audit.sets import limits_of, load_sets, plan_items, ratios_of
+from hfpar.audit.summarize import SetInfo
 from hfpar.audit.text import word_spans
 from hfpar.config.audit_schema import AuditConfig
 from hfpar.config.audit_validate import validate_audit
-from hfpar.data.benchmarks import BenchmarkItem
+from hfpar.data.benchmarks import Benchmark, BenchmarkItem
 from hfpar.errors import ConfigError
 from hfpar.models.tiny import build_tiny_model
 
@@ -515,9 +517,11 @@ def test_a_cut_falls_between_tokens() -> None:
         def score_one(self, text: str) -> list[ServerToken]:
             return tokens
 
-    rules = CutRules([0.4, 0.55], TailLimits(2, 4), KnownEndings([]), {})
-    probe = ServerProbe(cast(Any, Stub()), ProbeSettings(), rules, scores=True)
     item = BenchmarkItem("1", "line 1", question, None, None)
+    info = SetInfo("made_up", "benchmark", "benchmark", "", "0")
+    common = CommonEndings([(info, Benchmark("made_up", (item,), "none", "", "0", 0))])
+    rules = CutRules([0.4, 0.55], TailLimits(2, 4), common)
+    probe = ServerProbe(cast(Any, Stub()), ProbeSettings(), rules, scores=True)
     found = probe(PlannedItem("made_up", item, TokenizedText(question, [], [], 0), []), ask=False).result
     assert [question[: cut.cut] for cut in found.cuts] == ["a cat sat on", "a cat sat on the"]
     assert [(cut.exact, cut.tail_tokens, cut.matched_tokens) for cut in found.cuts] == [

@@ -87,7 +87,7 @@ def summarize_changes(comparison: CheckpointComparison) -> str:
         best = min(known, key=lambda rate: (rate.p_holm or 0.0, -abs(rate.difference or 0.0)))
         parts.append(
             f"{name}: {wording.points(best.difference)} from {wording.ratio(best.ratio)} of the text, "
-            f"p {wording.p_value(best.p_holm)}"
+            f"{wording.p_equals(best.p_holm)}"
         )
     return "; ".join(parts) + "." if parts else "Nothing was probed in both."
 

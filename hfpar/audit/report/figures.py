@@ -44,7 +44,7 @@ def draw_forest(report: Report) -> Figure:
     if not shown:
         return _say(figure, axes, "nothing to compare with")
     axes.axvline(0, color="#8a929a", linewidth=1, zorder=1)
-    labels = []
+    labels, bounds = [], wording.thresholds(report)
     for row, item in enumerate(shown):
         difference = item.difference or 0.0
         low = difference if item.low is None else item.low
@@ -65,7 +65,7 @@ def draw_forest(report: Report) -> Figure:
         )
         labels.append(_forest_label(report, item))
         axes.annotate(
-            "no power" if item.p_value is None else f"p {wording.p_value(item.p_value)}",
+            "no power" if item.p_value is None else wording.p_equals(item.p_value, *bounds),
             (1.01, row),
             xycoords=("axes fraction", "data"),
             va="center",

@@ -46,7 +46,7 @@ def _verdicts(report: Report) -> list[str]:
             [
                 f"**{markdown_text(verdict.benchmark)}**",
                 f"{wording.LEVEL_MARKS[verdict.level]} {markdown_text(verdict.headline)}",
-                wording.p_value(verdict.p_holm),
+                wording.p_value(verdict.p_holm, *wording.thresholds(report)),
                 *grades,
                 wording.percent(verdict.smallest_detectable_share),
             ]
@@ -63,7 +63,7 @@ def _verdicts(report: Report) -> list[str]:
 def _comparisons(report: Report) -> list[str]:
     if not report.comparisons:
         return []
-    rows = []
+    rows, bounds = [], wording.thresholds(report)
     for item in report.comparisons:
         test = wording.test_of(report, item)
         decides = test is not None and test.deciding_control == item.control
@@ -74,10 +74,10 @@ def _comparisons(report: Report) -> list[str]:
                 wording.mode_name(item.mode),
                 markdown_text(item.control) + (" ◆" if decides else ""),
                 wording.share(item.rate),
-                wording.share(item.control_rate),
+                wording.control_share(item.control_rate),
                 f"{wording.points(item.difference)} {markdown_text(wording.interval(item.low, item.high))}".strip(),
-                "no power" if item.p_value is None else wording.p_value(item.p_value),
-                wording.p_value(test.p_holm) if decides and test is not None else "",
+                "no power" if item.p_value is None else wording.p_value(item.p_value, *bounds),
+                wording.p_value(test.p_holm, *bounds) if decides and test is not None else "",
             ]
         )
     headings = ["benchmark", "given", "prompt", "control", "exact", "control's", "difference", "p", "p, Holm"]
@@ -85,8 +85,8 @@ def _comparisons(report: Report) -> list[str]:
         "## Excess over controls",
         markdown_table(headings, rows, numbers=(1, *range(4, 9))),
         "Exact completions beside those of controls with tails of the same length: difference with Newcombe's 95 % "
-        "interval, exact stratified one-sided p. ◆ decides: the control with the largest p, corrected by Holm over "
-        "all tests of the run.",
+        f"interval, exact stratified one-sided p. {wording.DECIDING_RULE} The one that decides is marked ◆; its p is "
+        "corrected by Holm over all tests of the run.",
     ]
 
 
@@ -189,6 +189,7 @@ def _others(report: Report) -> list[str]:
         ]
         headings = ["benchmark", "shards", "permutations of each", "p", "note"]
         parts += ["## Order of the file", markdown_table(headings, rows, numbers=range(1, 4))]
+        parts.append(f"The test asks {wording.ORDER_MEANING}.")
     return parts
 
 

@@ -20,13 +20,8 @@
     for (const child of children) if (child !== null && child !== undefined) element.append(child);
     return element;
   }
-  const percent = (value) => `${Math.round(1000 * value) / 10} %`;
   const cutName = (cut) => `${cut.mode === "chat" ? "chat " : ""}${+(100 * cut.ratio).toFixed(4)} %`;
   const keyOf = (item) => `${item.set}/${item.item_id}`;
-  const SKIPPED = {
-    short_tail: "tail too short", no_cut: "no place to cut", too_long: "longer than the context",
-    same_as_benchmark: "same tail as an item of a benchmark",
-  };
 
   for (const item of items) {
     item.hits = item.hits || [];
@@ -77,7 +72,7 @@
     return make("span", {}, bar, String(item.longest_run));
   }
   function cutCell(cut) {
-    if (!cut || cut.skipped) return make("span", { class: "quiet", title: cut ? SKIPPED[cut.skipped] : null }, "–");
+    if (!cut || cut.skipped) return make("span", { class: "quiet", title: cut ? data.skipWords[cut.skipped] : null }, "–");
     if (isHit(cut)) return make("span", { class: "exact", title: `the whole tail, ${cut.exact ? "character by character" : "but for spacing or quotes"}` }, "exact");
     return `${cut.matched_tokens || 0} / ${cut.tail_tokens || 0}`;
   }
@@ -166,7 +161,7 @@
     const chosen = usable.find((cut) => cutName(cut) === state.tab[keyOf(item)]) || usable.find(isHit) || usable[0];
     const tabs = make("div", { class: "tabs" }, "Given", ...item.cuts.map((cut) => make(
       "button",
-      { type: "button", "aria-pressed": String(cut === chosen), disabled: Boolean(cut.skipped), title: cut.skipped ? SKIPPED[cut.skipped] : null,
+      { type: "button", "aria-pressed": String(cut === chosen), disabled: Boolean(cut.skipped), title: cut.skipped ? data.skipWords[cut.skipped] : null,
         onclick: () => { state.tab[keyOf(item)] = cutName(cut); draw(); } },
       cutName(cut) + (cut.skipped ? " (skipped)" : ""),
     )), make("a", { href: `#item=${encodeURIComponent(keyOf(item))}` }, item.place || "link"));

@@ -48,7 +48,7 @@ def make_page(report: Report, items: Sequence[ItemResult]) -> str:
         has_answers=any(cut.answer is not None for item in report.sets for cut in item.cuts),
         num_shown=len(shown),
         num_left_out=num_left_out,
-        data=embedded({"items": shown, "gradeWords": wording.GRADES}),
+        data=embedded({"items": shown, "gradeWords": wording.GRADES, "skipWords": wording.SKIP_REASONS}),
         summary=wording.summary_sentence(report),
         facts=facts(report),
     )

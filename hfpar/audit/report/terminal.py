@@ -73,7 +73,7 @@ def _grades(summary: SetSummary) -> Text:
 
 def _table(report: Report, benchmark: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    has_chat = wording.has_chat(report)
+    has_chat, bounds = wording.has_chat(report), wording.thresholds(report)
     table.add_column("given", justify="right", no_wrap=True)
     if has_chat:
         table.add_column("prompt", no_wrap=True)
@@ -89,10 +89,10 @@ def _table(report: Report, benchmark: str) -> Table:
             *([item.mode] if has_chat else []),
             item.control,
             wording.share(item.rate),
-            wording.percent(item.control_rate.value),
+            wording.control_share(item.control_rate),
             difference,
-            "no power" if item.p_value is None else wording.p_value(item.p_value),
-            wording.p_value(test.p_holm) if decides and test is not None else "",
+            "no power" if item.p_value is None else wording.p_value(item.p_value, *bounds),
+            wording.p_value(test.p_holm, *bounds) if decides and test is not None else "",
         ]
         table.add_row(*map(Text, cells), style=None if decides else "dim")
     return table
