@@ -148,7 +148,7 @@ def false_alarms(audited: Audited, size: int, num_draws: int, seed: int) -> tupl
     if not any(is_hit(cut) for item in whole for cut in item.cuts):
         return 0, num_draws  # where nothing is completed every p-value is 1
     remembered = functools.cache(last_change)  # of a text: what takes most of a comparison's time
-    with unittest.mock.patch("hfpar.audit.conclude.last_change", remembered):
+    with unittest.mock.patch("hfpar.audit.tails.last_change", remembered):
         levels = [_level(audited, rng.sample(whole, min(size, len(whole)))) for _ in range(num_draws)]
     return sum(level in ("some", "strong") for level in levels), num_draws
 
@@ -170,7 +170,7 @@ def split_alarms(audited: Audited, size: int, num_draws: int, seed: int) -> tupl
     infos = [own, SetInfo("others", "control", "file", own.source, own.sha256, applies_to=(name,))]
     remembered = functools.cache(last_change)
     alarms = 0
-    with unittest.mock.patch("hfpar.audit.conclude.last_change", remembered):
+    with unittest.mock.patch("hfpar.audit.tails.last_change", remembered):
         for _ in range(num_draws):
             drawn = rng.sample(audited.items[name], len(audited.items[name]))
             items = {name: drawn[:size], "others": drawn[size:]}

@@ -76,7 +76,7 @@ def build_report(
         scores=compare_scores(infos, items),
         orders=list(orders),
         intrusions=_intrusions(sets, items),
-        limitations=limitations(infos, items, comparisons, tests),
+        limitations=limitations(infos, items, comparisons, tests, has_orders=bool(orders)),
         timing=timing,
         warnings=list(warnings),
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hfpar.audit import wording
-from hfpar.audit.endings import Endings
 from hfpar.audit.power import smallest_detectable_share
 from hfpar.audit.results import (
     Comparison,
@@ -19,7 +18,7 @@ from hfpar.audit.results import (
 )
 from hfpar.audit.statistics import MIN_CONTROL_ITEMS, exact_excess, holm, newcombe, reweighted, share
 from hfpar.audit.summarize import SetInfo, cut_at, cuts_of, is_hit
-from hfpar.audit.tails import Tail, last_change, match_tails
+from hfpar.audit.tails import ProbedTails, match_tails
 
 OTHERS = "others"
 """Several controls together that are too small alone."""
@@ -34,60 +33,6 @@ _HEADLINES: Mapping[Level, str] = {
 }
 
 
-class _Tails:
-    """Probed tails of all sets; how each text ends, and where it can change, is looked up once."""
-
-    def __init__(self, items: Mapping[str, Sequence[ItemResult]]) -> None:
-        self.items = items
-        texts = {item.text for found in items.values() for item in found}
-        self.last_change = {text: last_change(text) for text in texts}
-        self.endings = {
-            name: Endings((item.owner, item.text) for item in found) for name, found in items.items()
-        }
-
-    def of(
-        self, name: str, ratio: float, mode: Mode, others: Sequence[str] = ()
-    ) -> list[tuple[ItemResult, Tail]]:
-        """Of one set, with their items; skipped ones left out, and those that a text of `others` ends with, too.
-
-        Such an ending is known from elsewhere. The same text with other numbers in front, which belongs to the same
-        item, is no such text.
-        """
-        tails = []
-        for item in self.items[name]:
-            cut = cut_at(item, ratio, mode)
-            if cut is None or cut.skipped is not None:
-                continue
-            text = item.text[cut.cut :]
-            if not any(self.endings[other].include(text, but=item.owner) for other in others):
-                changes = self.last_change[item.text] > cut.cut
-                tails.append((item, Tail(cut.tail_words, is_hit(cut), changes)))
-        return tails
-
-    def pair(
-        self, benchmark: str, controls: Sequence[str], ratio: float, mode: Mode
-    ) -> tuple[list[Tail], list[Tail]]:
-        """A benchmark's tails and those of controls that they can be held against."""
-        ours = [tail for _, tail in self.of(benchmark, ratio, mode, controls)]
-        theirs = [found for name in controls for found in self.of(name, ratio, mode, [benchmark])]
-        return ours, independent(theirs, {item.owner for item in self.items[benchmark]})
-
-
-def independent(
-    tails: Sequence[tuple[ItemResult, Tail]], originals: Collection[tuple[str, str]]
-) -> list[Tail]:
-    """A control's tails, only the first of those that vary the same item where few items are varied.
-
-    Variants of an item are about as hard as each other. Of all of a benchmark's items, or of half of them, they may
-    all count: the benchmark then has the same easy and hard items, so that its share varies with the control's. Of
-    fewer they'd make the control look surer than it is.
-    """
-    owners = {item.owner for item, _ in tails}
-    if owners <= set(originals) and 2 * len(owners) >= len(originals):
-        return [tail for _, tail in tails]
-    return list({item.owner: tail for item, tail in reversed(tails)}.values())[::-1]
-
-
 def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) -> list[Comparison]:
     """Every benchmark beside its controls, at every ratio and mode.
 
@@ -99,7 +44,7 @@ def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) 
         sets: Benchmarks and controls.
         items: By a set's name.
     """
-    tails = _Tails(items)
+    tails = ProbedTails(items)
     comparisons = []
     for benchmark in (info for info in sets if info.role == "benchmark"):
         controls = [
@@ -129,7 +74,7 @@ def _with_note(comparison: Comparison, note: str) -> Comparison:
 
 
 def _compare(
-    benchmark: str, ratio: float, mode: Mode, control: str, tails: _Tails, controls: Sequence[str]
+    benchmark: str, ratio: float, mode: Mode, control: str, tails: ProbedTails, controls: Sequence[str]
 ) -> Comparison:
     num_ours = len(tails.of(benchmark, ratio, mode))
     strata, _ = match_tails(*tails.pair(benchmark, controls, ratio, mode))
@@ -257,12 +202,12 @@ def _verdict(
     smallest = min(shares) if shares else None
     sentences = []
     if best is not None:
-        sentences.append(_figures(_of(best, comparisons), best))
+        sentences.append(_figures(_of(best, comparisons), best, alpha))
     else:
         sentences.append(_untested(items, comparisons))
     sentences.append(_evidence(grades))
-    if level == "none":
-        sentences.append(_power(smallest))
+    if level == "none" and best is not None:
+        sentences.append(_power(smallest, _of(best, comparisons)))
     return Verdict(
         benchmark=name,
         level=level,
@@ -281,20 +226,25 @@ def _of(test: RatioTest, comparisons: Sequence[Comparison]) -> Comparison:
     )
 
 
-def _figures(found: Comparison, test: RatioTest) -> str:
+def _figures(found: Comparison, test: RatioTest, alpha: float) -> str:
     rate, control = found.rate, found.control_rate
     assert rate.value is not None and control.value is not None and found.difference is not None
     assert found.low is not None and found.high is not None and test.p_holm is not None
     template = ", given in the chat template," if found.mode == "chat" else ""
     weight = ", reweighted to the same lengths" if _is_reweighted(control) else ""
     word = "an excess of" if found.difference >= 0 else "a difference of"
+    difference, low, high = (_points(value) for value in (found.difference, found.low, found.high))
     return (
         f"{rate.hits} of {rate.total} tails ({wording.percent(rate.value)}) were completed word for word from "
         f"{100 * found.ratio:.0f} % of the problem{template} against {control.hits} of {control.total} "
         f"({wording.percent(control.value)}{weight}) of {_control_words(found)}: {word} "
-        f"{100 * found.difference:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f}), "
-        f"p = {wording.p_value(test.p_holm)} after Holm."
+        f"{difference} points ({low} to {high}), {wording.p_equals(test.p_holm, alpha)} after Holm."
     )
+
+
+def _points(difference: float) -> str:
+    text = f"{100 * difference:.1f}"
+    return "0.0" if text == "-0.0" else text
 
 
 def _is_reweighted(control: Estimate) -> bool:
@@ -320,9 +270,12 @@ def _evidence(grades: Sequence[str | None]) -> str:
     return f"{', '.join(found)}." if found else "No item has grade A or B evidence."
 
 
-def _power(smallest: float | None) -> str:
+def _power(smallest: float | None, found: Comparison) -> str:
     if smallest is None:
-        return "A run like this finds nothing, whatever share was seen: it needs more items and controls."
+        needed = "more items"
+        if (found.control_rate.value or 0.0) > _HALF:
+            needed += f", or another control than {found.control}, of which the model knows most"
+        return f"A run like this finds nothing, whatever share was seen: it needs {needed}."
     return (
         f"A run like this finds a benchmark of which {wording.percent(smallest)} or more is completed from memory 4 "
         "times in 5; less than that, or exposure without word-for-word memory, it can't see."
@@ -331,13 +284,16 @@ def _power(smallest: float | None) -> str:
 
 def _untested(items: Sequence[ItemResult], comparisons: Sequence[Comparison]) -> str:
     found = []
+    most = 0
     for ratio, mode in cuts_of(items):
         cuts = [cut for item in items if (cut := cut_at(item, ratio, mode)) and cut.skipped is None]
-        found.append(f"{sum(map(is_hit, cuts))} of {len(cuts)} from {100 * ratio:.0f} %")
-    why = (
-        f"none of its controls has {MIN_CONTROL_ITEMS} tails that match the benchmark's"
-        if comparisons
-        else "there is no control to compare with"
-    )
+        template = " in the chat template" if mode == "chat" else ""
+        found.append(f"{sum(map(is_hit, cuts))} of {len(cuts)} from {100 * ratio:.0f} %{template}")
+        most = max(most, len(cuts))
+    why = f"none of its controls has {MIN_CONTROL_ITEMS} tails that match the benchmark's"
+    if not comparisons:
+        why = "there is no control to compare with"
+    elif not most:
+        why = "none of its items has a tail that can be tested"
     figures = f" Tails completed word for word: {', '.join(found)} of the problem." if found else ""
     return f"Not tested, because {why}.{figures}"

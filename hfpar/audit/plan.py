@@ -10,14 +10,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hfpar.audit.endings import CommonEndings
 from hfpar.audit.power import expected_detectable_share
 from hfpar.audit.prefix import Cut, TailLimits, is_boundary
-from hfpar.audit.results import Mode, Role
+from hfpar.audit.results import CutResult, ItemResult, Mode, Role
 from hfpar.audit.statistics import MIN_CONTROL_ITEMS
-from hfpar.audit.summarize import SetInfo
-from hfpar.audit.tails import Tail, last_change, match_tails
-from hfpar.audit.text import count_words, normalize
-from hfpar.data.benchmarks import Benchmark
+from hfpar.audit.summarize import SetInfo, cut_at
+from hfpar.audit.tails import ProbedTails, match_tails
+from hfpar.audit.text import count_words
+from hfpar.data.benchmarks import Benchmark, BenchmarkItem
 
 CONTROL_RATES = (0.0, 0.005, 0.01, 0.05)
 """How much of a control a model may complete by luck."""
@@ -130,23 +131,27 @@ def make_plan(
         count_tokens: Of each text; None: guessed from its characters.
         alpha: Level of all tests together.
     """
-    changes = {info.name: [last_change(item.question) for item in found.items] for info, found in sets}
     plans = [_set_plan(info, found, count_tokens) for info, found in sets]
-    benchmarks = [(info, found) for info, found in sets if info.role == "benchmark"]
+    common = CommonEndings(sets)
+    items = {
+        info.name: [_unread(info.name, item, ratios, cut_text, common) for item in found.items]
+        for info, found in sets
+    }
+    tails = ProbedTails(items)
+    benchmarks = [info for info, _ in sets if info.role == "benchmark"]
     num_tests = len(benchmarks) * len(ratios) * len(modes)
     planned = []
-    for info, benchmark in benchmarks:
+    for info in benchmarks:
         for ratio in ratios:
-            cuts = [cut_text(item.question, ratio) for item in benchmark.items]
-            tails = _tails(cuts, changes[info.name])
-            known = {_tail_text(item.question, cut) for item, cut in zip(benchmark.items, cuts, strict=True)}
-            controls = []
-            for control, found in sets:
-                if control.role == "control" and info.name in control.applies_to:
-                    theirs = _control_tails(found, ratio, cut_text, known, changes[control.name])
-                    controls.append(_control_plan(control.name, tails, theirs, alpha / max(1, num_tests)))
+            cuts = [cut for item in items[info.name] if (cut := cut_at(item, ratio, "bare")) is not None]
             skipped = Counter[str](cut.skipped for cut in cuts if cut.skipped is not None)
-            planned.append(RatioPlan(info.name, ratio, len(cuts), len(tails), dict(skipped), controls))
+            controls = [
+                _control_plan(info.name, control.name, ratio, tails, alpha / max(1, num_tests))
+                for control, _ in sets
+                if control.role == "control" and info.name in control.applies_to
+            ]
+            num_tails = len(cuts) - skipped.total()
+            planned.append(RatioPlan(info.name, ratio, len(cuts), num_tails, dict(skipped), controls))
     num_tokens = sum(plan.num_tokens for plan in plans) * len(modes)
     return Plan(plans, planned, list(modes), num_tests, alpha, num_tokens, count_tokens is not None)
 
@@ -160,37 +165,36 @@ def _set_plan(info: SetInfo, found: Benchmark, count_tokens: CountTokens | None)
     return SetPlan(info.name, info.role, len(texts), sum(counts))
 
 
-def _tails(cuts: Sequence[Cut], changes: Sequence[int]) -> list[Tail]:
-    return [
-        Tail(cut.tail_words, False, change > cut.position)
-        for cut, change in zip(cuts, changes, strict=True)
-        if cut.skipped is None
-    ]
+def _unread(
+    name: str, item: BenchmarkItem, ratios: Sequence[float], cut_text: CutText, common: CommonEndings
+) -> ItemResult:
+    """An item as it will be cut, nothing of it completed."""
+    text = item.question.strip()
+    cuts = [common.skip(cut_text(text, ratio), item, name) for ratio in ratios]
+    return ItemResult(
+        set=name,
+        item_id=item.item_id,
+        place=item.place,
+        text=text,
+        num_tokens=0,
+        hits=[],
+        longest_run=0,
+        longest_run_span=[0, 0],
+        logprobs={},
+        cuts=[CutResult(cut.ratio, "bare", cut.skipped, cut.position, cut.tail_words) for cut in cuts],
+        pair_id=item.pair_id,
+        pair_set=item.pair_set,
+    )
 
 
-def _tail_text(text: str, cut: Cut) -> str | None:
-    return normalize(text[cut.position :]) if cut.skipped is None else None
-
-
-def _control_tails(
-    control: Benchmark, ratio: float, cut_text: CutText, known: set[str | None], changes: Sequence[int]
-) -> list[Tail]:
-    """Those that aren't a benchmark's, too."""
-    tails = []
-    for item, change in zip(control.items, changes, strict=True):
-        cut = cut_text(item.question, ratio)
-        if cut.skipped is None and _tail_text(item.question, cut) not in known:
-            tails.append(Tail(cut.tail_words, False, change > cut.position))
-    return tails
-
-
-def _control_plan(name: str, ours: Sequence[Tail], theirs: Sequence[Tail], alpha: float) -> ControlPlan:
-    strata, num_unmatched = match_tails(ours, theirs)
+def _control_plan(benchmark: str, name: str, ratio: float, tails: ProbedTails, alpha: float) -> ControlPlan:
+    strata, _ = match_tails(*tails.pair(benchmark, [name], ratio, "bare"))
     num_matched = sum(stratum.control_total for stratum in strata)
     detectable = {}
     if num_matched >= MIN_CONTROL_ITEMS:
         detectable = {rate: expected_detectable_share(strata, rate, alpha) for rate in CONTROL_RATES}
-    return ControlPlan(name, len(theirs), num_matched, len(ours) - num_unmatched, detectable)
+    num_tails = len(tails.of(name, ratio, "bare"))
+    return ControlPlan(name, num_tails, num_matched, sum(stratum.total for stratum in strata), detectable)
 
 
 # For people

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from hfpar.audit.endings import Endings
 from hfpar.audit.perturb import find_sites
-from hfpar.audit.results import Stratum
-from hfpar.audit.statistics import stratify
+from hfpar.audit.results import ItemResult, Mode, Stratum
+from hfpar.audit.strata import stratify
+from hfpar.audit.summarize import cut_at, is_hit
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,57 @@ def match_tails(ours: Sequence[Tail], theirs: Sequence[Tail]) -> tuple[list[Stra
         strata += found
         num_unmatched += unmatched
     return strata, num_unmatched
+
+
+class ProbedTails:
+    """Probed tails of all sets; how each text ends, and where it can change, is looked up once."""
+
+    def __init__(self, items: Mapping[str, Sequence[ItemResult]]) -> None:
+        self.items = items
+        texts = {item.text for found in items.values() for item in found}
+        self.last_change = {text: last_change(text) for text in texts}
+        self.endings = {
+            name: Endings((item.owner, item.text) for item in found) for name, found in items.items()
+        }
+
+    def of(
+        self, name: str, ratio: float, mode: Mode, others: Sequence[str] = ()
+    ) -> list[tuple[ItemResult, Tail]]:
+        """Of one set, with their items; skipped ones left out, and those that a text of `others` ends with, too.
+
+        Such an ending is known from elsewhere. The same text with other numbers in front, which belongs to the same
+        item, is no such text.
+        """
+        tails = []
+        for item in self.items[name]:
+            cut = cut_at(item, ratio, mode)
+            if cut is None or cut.skipped is not None:
+                continue
+            text = item.text[cut.cut :]
+            if not any(self.endings[other].include(text, but=item.owner) for other in others):
+                changes = self.last_change[item.text] > cut.cut
+                tails.append((item, Tail(cut.tail_words, is_hit(cut), changes)))
+        return tails
+
+    def pair(
+        self, benchmark: str, controls: Sequence[str], ratio: float, mode: Mode
+    ) -> tuple[list[Tail], list[Tail]]:
+        """A benchmark's tails and those of controls that they can be held against."""
+        ours = [tail for _, tail in self.of(benchmark, ratio, mode, controls)]
+        theirs = [found for name in controls for found in self.of(name, ratio, mode, [benchmark])]
+        return ours, independent(theirs, {item.owner for item in self.items[benchmark]})
+
+
+def independent(
+    tails: Sequence[tuple[ItemResult, Tail]], originals: Collection[tuple[str, str]]
+) -> list[Tail]:
+    """A control's tails, only the first of those that vary the same item where few items are varied.
+
+    Variants of an item are about as hard as each other. Of all of a benchmark's items, or of half of them, they may
+    all count: the benchmark then has the same easy and hard items, so that its share varies with the control's. Of
+    fewer they'd make the control look surer than it is.
+    """
+    owners = {item.owner for item, _ in tails}
+    if owners <= set(originals) and 2 * len(owners) >= len(originals):
+        return [tail for _, tail in tails]
+    return list({item.owner: tail for item, tail in reversed(tails)}.values())[::-1]

@@ -22,8 +22,8 @@ from hfpar.audit.statistics import (
     newcombe_paired,
     order_p_value,
     share,
-    stratify,
 )
+from hfpar.audit.strata import stratify
 
 
 def stratum(hits: int, total: int, control_hits: int, control_total: int) -> Stratum:
