@@ -2,13 +2,14 @@
 
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 from scipy import stats
 
-from hfpar.audit import conclude
+from hfpar.audit import conclude, power
 from hfpar.audit.familiarity import compare_scores, find_intrusion
 from hfpar.audit.limitations import limitations
 from hfpar.audit.paired import compare_checkpoints
@@ -181,6 +182,55 @@ def test_few_graded_items_are_no_strong_evidence():
     assert verdict.level == "some" and "No item has grade A or B" in verdict.text
 
 
+def test_strong_evidence_keeps_to_a_smaller_alpha():
+    sets = [BENCHMARK, control("new")]
+    items = {"own": many("own", 400, 10), "new": many("new", 400, 0)}
+    items["own"] = graded(items["own"])
+    comparisons = conclude.compare(sets, items)
+    levels = {}
+    for alpha in (0.05, 0.0001):
+        tests = conclude.test_ratios(comparisons, alpha)
+        assert 0.0001 < tests[0].p_holm <= 0.001
+        levels[alpha] = conclude.conclude(sets, items, comparisons, tests, alpha)[0].level
+    assert levels == {0.05: "strong", 0.0001: "none"}
+
+
+def test_an_ending_that_a_control_has_too_stands_for_nobody():
+    """Half of the benchmark's hits, and none of the control's, are of a sentence that the control has as well."""
+    sets = [BENCHMARK, control("new")]
+    end = "Give the letter of the one choice that is correct."
+    items = {"own": many("own", 300, 2), "new": many("new", 300, 2)}
+    known = [item("own", 1000 + n, cut(exact=True), text=f"{'x' * 40}{n} {end}") for n in range(20)]
+    known = [replace(one, cuts=[replace(one.cuts[0], cut=len(one.text) - len(end) - 1)]) for one in known]
+    items["own"] += known
+    assert verdict_of(sets, items)[0].level == "some"
+    items["new"].append(
+        item("new", 1000, CutResult(0.6, "bare", skipped="same_as_benchmark"), text=f"An 8. {end}")
+    )
+    verdict, (comparison,), _ = verdict_of(sets, items)
+    assert verdict.level == "none" and comparison.num_unmatched == 20
+    # What varies the item itself is no other text.
+    items["new"][-1] = replace(items["new"][-1], pair_set="own", pair_id="1000")
+    assert verdict_of(sets, items)[1][0].num_unmatched == 19
+
+
+def test_variants_of_few_items_count_once():
+    sets = [BENCHMARK, control("new")]
+    items = {"own": many("own", 500, 10), "new": many("new", 400, 0)}
+    for num_originals, expected in ((100, 100), (200, 200), (250, 400)):
+        items["new"] = [
+            replace(one, pair_set="own", pair_id=str(n % num_originals)) for n, one in enumerate(items["new"])
+        ]
+        _, (comparison,), _ = verdict_of(sets, items)
+        assert sum(one.control_total for one in comparison.strata) == expected
+        assert (comparison.p_value is None) == (expected < 200)
+    # Another benchmark's items are none of these.
+    items["new"] = [
+        replace(one, pair_set="other", pair_id=str(n % 250)) for n, one in enumerate(items["new"])
+    ]
+    assert sum(one.control_total for one in verdict_of(sets, items)[1][0].strata) == 250
+
+
 @pytest.mark.parametrize("total", [199, 200])
 def test_200_control_tails_make_a_test(total):
     sets = [BENCHMARK, control("new")]
@@ -215,6 +265,25 @@ def test_an_excess_must_hold_over_every_control():
     assert test.deciding_control == "easy" and verdict.level == "none"
     assert min(one.p_value for one in comparisons) < 1e-9
     assert verdict.smallest_detectable_share > 0.05  # over the easy one, little can be found
+    # Together they miss it as seldom as one alone may.
+    alone = power.smallest_detectable_share(comparisons[0].strata, 0.05, 0.8)
+    assert (
+        verdict.smallest_detectable_share
+        == power.smallest_detectable_share(comparisons[0].strata, 0.05, 0.9)
+        > alone
+    )
+
+
+def test_nothing_to_be_found_is_explained():
+    sets = [BENCHMARK, control("known")]
+    verdict, _, _ = verdict_of(sets, {"own": many("own", 300, 300), "known": many("known", 300, 300)})
+    assert verdict.text.endswith(
+        "it needs more items, or another control than known, of which the model knows most."
+    )
+    (verdict,) = conclude.conclude(
+        [BENCHMARK], {"own": [item("own", 0, CutResult(0.6, "bare", "short_tail"))]}, [], []
+    )
+    assert verdict.text.startswith("Not tested, because there is no control to compare with.")
 
 
 def test_a_control_that_matches_few_tails_does_not_decide():
@@ -227,6 +296,9 @@ def test_a_control_that_matches_few_tails_does_not_decide():
     short = next(one for one in comparisons if one.control == "short")
     assert (short.p_value, short.num_unmatched) == (1.0, 300) and "have no counterpart" in short.note
     assert test.deciding_control == "like" and verdict.level != "none"
+    assert short.note.startswith(
+        "not heard: another control has counterparts for more tails; 300 of 360 tails"
+    )
     # Alone, it's all there is.
     _, _, (test,) = verdict_of(sets[:2], {name: items[name] for name in ("own", "short")})
     assert test.deciding_control == "short"

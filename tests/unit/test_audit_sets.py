@@ -74,6 +74,35 @@ def test_a_short_tail_that_a_benchmark_ends_with_isnt_probed_either(tokenizer: T
     assert [item.cuts[0].skipped for item in planned] == [None, "same_as_benchmark"]
 
 
+def test_a_tail_that_several_items_of_a_set_have_isnt_probed(tokenizer: TextTokenizer) -> None:
+    end = "give the letter of the one choice that is correct, on a line of its own."
+    variants = benchmark(
+        "copies", [f"Zoe has 47 figs, {end}", f"Zoe has 9 figs, {end}", f"Bo has 8 pears, {end}"]
+    )
+    variants = replace(
+        variants,
+        items=tuple(
+            replace(item, pair_set="bench", pair_id="0" if n < 2 else "1")
+            for n, item in enumerate(variants.items)
+        ),
+    )
+    sets = [
+        audit_set(
+            "bench",
+            [f"Ada has 12 plums; {end}", f"Ben, who is 9, asks: {end}", "An item of its own, and no other"],
+        ),
+        AuditSet(SetInfo("copies", "control", "file", "", "", 0, ()), variants),
+    ]
+    planned = plan_items(sets, tokenizer, [0.5], TailLimits(3, 8), None)
+    assert [item.cuts[0].skipped for item in planned] == [
+        "shared_tail", "shared_tail", None, "shared_tail", "shared_tail", "shared_tail"
+    ]  # fmt: skip
+    # Variants of one item don't count as others.
+    alone = [AuditSet(sets[1].info, replace(variants, items=variants.items[:2]))]
+    planned = plan_items(alone, tokenizer, [0.5], TailLimits(3, 8), None)
+    assert [item.cuts[0].skipped for item in planned] == [None, None]
+
+
 def test_texts_that_the_model_cant_read(tokenizer: TextTokenizer) -> None:
     [item] = plan_items(
         [audit_set("bench", ["one two three four five six"])], tokenizer, [0.4, 0.6], TailLimits(), 3
