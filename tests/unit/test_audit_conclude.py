@@ -198,7 +198,7 @@ def test_strong_evidence_keeps_to_a_smaller_alpha():
 def test_an_ending_that_a_control_has_too_stands_for_nobody():
     """Half of the benchmark's hits, and none of the control's, are of a sentence that the control has as well."""
     sets = [BENCHMARK, control("new")]
-    end = "Give the letter of the one choice that is correct."
+    end = "Give the letter of the one of the 4 choices that is correct."
     items = {"own": many("own", 300, 2), "new": many("new", 300, 2)}
     known = [item("own", 1000 + n, cut(exact=True), text=f"{'x' * 40}{n} {end}") for n in range(20)]
     known = [replace(one, cuts=[replace(one.cuts[0], cut=len(one.text) - len(end) - 1)]) for one in known]
