@@ -89,19 +89,25 @@ class ProbedTails:
         """A benchmark's tails and those of controls that they can be held against."""
         ours = [tail for _, tail in self.of(benchmark, ratio, mode, controls)]
         theirs = [found for name in controls for found in self.of(name, ratio, mode, [benchmark])]
-        return ours, independent(theirs, {item.owner for item in self.items[benchmark]})
+        return ours, independent(theirs, {item.owner for item in self.items[benchmark]}, len(ours))
 
 
 def independent(
-    tails: Sequence[tuple[ItemResult, Tail]], originals: Collection[tuple[str, str]]
+    tails: Sequence[tuple[ItemResult, Tail]], originals: Collection[tuple[str, str]], num_tails: int
 ) -> list[Tail]:
     """A control's tails, only the first of those that vary the same item where few items are varied.
 
-    Variants of an item are about as hard as each other. Of all of a benchmark's items, or of half of them, they may
-    all count: the benchmark then has the same easy and hard items, so that its share varies with the control's. Of
-    fewer they'd make the control look surer than it is.
+    Variants of an item are about as hard as each other. Of at least half as many of a benchmark's items as it has
+    tails in the comparison they may all count: even if an item's variants were all completed or none, the difference of
+    the shares would vary no more than the test takes it to, because the benchmark has the same easy and hard items.
+    Of fewer they'd make the control look surer than it is.
+
+    Args:
+        tails: Of the control, with their items.
+        originals: Owners of the benchmark's items.
+        num_tails: Of the benchmark.
     """
     owners = {item.owner for item, _ in tails}
-    if owners <= set(originals) and 2 * len(owners) >= len(originals):
+    if owners <= set(originals) and 2 * len(owners) >= num_tails:
         return [tail for _, tail in tails]
     return list({item.owner: tail for item, tail in reversed(tails)}.values())[::-1]
