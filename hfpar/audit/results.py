@@ -192,7 +192,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RatioTest:
-    """What counts for the verdict: the largest p-value over the controls that are heard, and Holm's over all of these."""
+    """What counts for the verdict: the largest p-value over the controls heard, and Holm's over all of these."""
 
     benchmark: str
     ratio: float
