@@ -77,7 +77,7 @@ def _compare(
     benchmark: str, ratio: float, mode: Mode, control: str, tails: ProbedTails, controls: Sequence[str]
 ) -> Comparison:
     num_ours = len(tails.of(benchmark, ratio, mode))
-    strata, _ = match_tails(*tails.pair(benchmark, controls, ratio, mode))
+    strata = match_tails(*tails.pair(benchmark, controls, ratio, mode))
     num_unmatched = num_ours - sum(stratum.total for stratum in strata)
     num_controls = sum(stratum.control_total for stratum in strata)
     difference = low = high = p_value = note = None

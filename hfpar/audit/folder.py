@@ -35,6 +35,8 @@ _NOT_OF_ITEMS = (
 )
 """Settings that change nothing about an item: results made with other values can be used. Files are known by their
 contents."""
+_RULES = 2
+"""Of what is probed and compared; lines made by others aren't mixed with these."""
 _OWN_FILES = ("items.jsonl", "report.json", "report.md", "report.html", "forest.png", "ratios.png")
 
 
@@ -80,6 +82,7 @@ class AuditFolder:
             ) from None
         self._lock = lock
         mine: dict[str, object] = {
+            "rules": _RULES,
             "fingerprint": fingerprint(config, hashes),
             "settings": plain_settings(config),
         }
@@ -96,11 +99,18 @@ class AuditFolder:
                 (self.path / name).unlink(missing_ok=True)
             for part in self.path.glob(".*.partial*"):
                 part.unlink()
+        elif found and found.get("rules") != _RULES:
+            raise ConfigError(
+                f"output_dir: {self.path} holds an audit of another version of hfpar, whose rules of what is "
+                "probed and compared are others; choose another folder, or add --overwrite"
+            )
         elif found.get("fingerprint") != mine["fingerprint"]:
             raise ConfigError(
                 f"output_dir: {self.path} holds an audit of {_difference(found, mine)}; choose another folder, or "
                 "add --overwrite"
             )
+        for left in self.path.glob(".*.partial"):  # of writers that were killed
+            left.unlink()
         write_whole(path, json.dumps(mine, indent=2) + "\n")
 
     def release(self) -> None:

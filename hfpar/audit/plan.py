@@ -184,11 +184,12 @@ def _unread(
         cuts=[CutResult(cut.ratio, "bare", cut.skipped, cut.position, cut.tail_words) for cut in cuts],
         pair_id=item.pair_id,
         pair_set=item.pair_set,
+        varies=item.varies,
     )
 
 
 def _control_plan(benchmark: str, name: str, ratio: float, tails: ProbedTails, alpha: float) -> ControlPlan:
-    strata, _ = match_tails(*tails.pair(benchmark, [name], ratio, "bare"))
+    strata = match_tails(*tails.pair(benchmark, [name], ratio, "bare"))
     num_matched = sum(stratum.control_total for stratum in strata)
     detectable = {}
     if num_matched >= MIN_CONTROL_ITEMS:

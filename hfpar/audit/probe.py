@@ -309,6 +309,7 @@ class Probe:
             cuts=[],
             pair_id=planned.item.pair_id,
             pair_set=planned.item.pair_set,
+            varies=planned.item.varies,
         )
 
 

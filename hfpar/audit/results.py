@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from hfpar.data.benchmarks import owner_of
+
 SCHEMA_VERSION = 1
 
 Role = Literal["benchmark", "control"]
@@ -84,11 +86,13 @@ class ItemResult:
     """Of a control: the item of the benchmark that it was made from."""
     pair_set: str | None = None
     """The name of that benchmark."""
+    varies: str | None = None
+    """Of a control: what it varies, where that is no item of the audit."""
 
     @property
     def owner(self) -> tuple[str, str]:
         """A set and an item of it: what varies an item belongs to that one."""
-        return (self.set, self.item_id) if self.pair_id is None else (self.pair_set or "", self.pair_id)
+        return owner_of(self.set, self.item_id, self.pair_set, self.pair_id, self.varies)
 
 
 # report.json

@@ -273,6 +273,7 @@ def _result(planned: PlannedItem, text: Known, cuts: Sequence[CutResult]) -> Ite
         cuts=list(cuts),
         pair_id=planned.item.pair_id,
         pair_set=planned.item.pair_set,
+        varies=planned.item.varies,
     )
 
 

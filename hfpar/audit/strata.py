@@ -10,7 +10,7 @@ from hfpar.audit.results import Stratum
 
 LEAST_IN_A_STRATUM = 10
 """Tails of the control."""
-_NEAR, _MOST_APART, _LONGER = 1.25, 1.5, 1.1
+_NEAR, _MOST_APART, _LONGER = 1.25, 1.5, 1.03
 """How much longer tails may be that are about as long; within merged bins; and of the control in the mean."""
 _EDGES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 
@@ -32,7 +32,7 @@ def stratify(
 
     Shorter tails beside longer ones would look like an excess. So a tail of the benchmark counts only if `least` of the
     control's are within a quarter of its length, bins merge only up to half as long again, and in no stratum is the
-    control's mean length more than a tenth above the benchmark's: its longest tails are left out, then the benchmark's
+    control's mean length more than 3 % above the benchmark's: its longest tails are left out, then the benchmark's
     shortest. All of this looks at lengths alone.
 
     Args:
@@ -61,6 +61,10 @@ def stratify(
     strata = []
     for group in _merge(ours, our_bins, their_bins, len(edges) + 1, least):
         here, there = (np.flatnonzero(np.isin(bins, group)) for bins in (our_bins, their_bins))
+        shortest, longest = ours[here].min() / _NEAR, ours[here].max() * _NEAR
+        there = there[(theirs[there] >= shortest) & (theirs[there] <= longest)]
+        if len(there) < least:
+            continue
         here, there = _balance(ours, here, theirs, there, least)
         if len(here):
             both = np.concatenate([ours[here], theirs[there]])
@@ -92,8 +96,10 @@ def _merge(
         if np.isin(our_bins, current).any() and np.isin(their_bins, current).sum() >= least:
             groups.append(current)
             current = []
-    if current and groups:
-        groups[-1] = groups[-1] + current
+    if current and groups and current[0] == groups[-1][-1] + 1:
+        joined = ours[np.isin(our_bins, groups[-1] + current)]
+        if joined.max() <= _MOST_APART * joined.min():
+            groups[-1] = groups[-1] + current
     return groups
 
 

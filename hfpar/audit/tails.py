@@ -27,21 +27,17 @@ def last_change(text: str) -> int:
     return max((site.end for site in find_sites(text)), default=0)
 
 
-def match_tails(ours: Sequence[Tail], theirs: Sequence[Tail]) -> tuple[list[Stratum], int]:
+def match_tails(ours: Sequence[Tail], theirs: Sequence[Tail]) -> list[Stratum]:
     """Strata of tails of about the same length, those that hold numbers apart from those that don't.
 
     A guess must get the numbers right, too, and perturbed copies always have some (those whose tails have none equal
     the benchmark's, and aren't probed): taken together, a benchmark's tails would be easier than the control's.
-
-    Returns:
-        Strata, and how many of the benchmark's tails are in none.
     """
     strata: list[Stratum] = []
-    num_unmatched = 0
     for holds in (True, False):
         mine = [tail for tail in ours if tail.holds_numbers is holds]
         others = [tail for tail in theirs if tail.holds_numbers is holds]
-        found, unmatched = stratify(
+        found, _ = stratify(
             [tail.words for tail in mine],
             [tail.hit for tail in mine],
             [tail.words for tail in others],
@@ -49,8 +45,7 @@ def match_tails(ours: Sequence[Tail], theirs: Sequence[Tail]) -> tuple[list[Stra
             holds_numbers=holds,
         )
         strata += found
-        num_unmatched += unmatched
-    return strata, num_unmatched
+    return strata
 
 
 class ProbedTails:
@@ -100,14 +95,19 @@ def independent(
     Variants of an item are about as hard as each other. Of at least half as many of a benchmark's items as it has
     tails in the comparison they may all count: even if an item's variants were all completed or none, the difference of
     the shares would vary no more than the test takes it to, because the benchmark has the same easy and hard items.
-    Of fewer they'd make the control look surer than it is.
+    Of fewer they'd make the control look surer than it is, and so would variants of what isn't the benchmark's.
 
     Args:
         tails: Of the control, with their items.
         originals: Owners of the benchmark's items.
         num_tails: Of the benchmark.
     """
-    owners = {item.owner for item, _ in tails}
-    if owners <= set(originals) and 2 * len(owners) >= num_tails:
-        return [tail for _, tail in tails]
-    return list({item.owner: tail for item, tail in reversed(tails)}.values())[::-1]
+    known = {item.owner for item, _ in tails} & set(originals)
+    all_count = 2 * len(known) >= num_tails
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for item, tail in tails:
+        if item.owner not in seen or (all_count and item.owner in known):
+            kept.append(tail)
+        seen.add(item.owner)
+    return kept

@@ -70,10 +70,21 @@ class BenchmarkItem:
     """Of a control: `item_id` of the benchmark's item that it varies."""
     pair_set: str | None = None
     """Name of the benchmark whose item that is: ids may come in several."""
+    varies: str | None = None
+    """Of a control: what it varies, where that is no item of a benchmark at hand."""
 
     def owner(self, name: str) -> tuple[str, str]:
         """A set and an item of it, this one being of the set `name`: what varies an item belongs to that one."""
-        return (name, self.item_id) if self.pair_id is None else (self.pair_set or "", self.pair_id)
+        return owner_of(name, self.item_id, self.pair_set, self.pair_id, self.varies)
+
+
+def owner_of(
+    name: str, item_id: str, pair_set: str | None, pair_id: str | None, varies: str | None
+) -> tuple[str, str]:
+    """A set and an item of it, to which all that varies it belongs; the set is empty where it isn't at hand."""
+    if pair_id is not None:
+        return pair_set or "", pair_id
+    return (name, item_id) if varies is None else ("", varies)
 
 
 @dataclass(frozen=True)
@@ -338,7 +349,8 @@ def _paired(
         if found:
             owners[found[0]] += 1
         pair_set, pair_id = found or (None, None)
-        paired.append(replace(item, pair_id=pair_id, pair_set=pair_set))
+        varies = None if found or item.pair_id is None else _same(item.pair_id)
+        paired.append(replace(item, pair_id=pair_id, pair_set=pair_set, varies=varies))
     return paired, owners
 
 

@@ -12,9 +12,10 @@ import os
 import pickle
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -203,12 +204,7 @@ def map_chunks(
         for chunk in chunks:
             yield chunk, function(chunk, tokenizer, recipe)
         return
-    with tempfile.TemporaryDirectory(prefix="hfpar-") as folder:
-        # Not in `initargs`, which go through a pipe: where they don't fit into it, and the process is killed before it
-        # has read them, its parent waits for ever, since it holds the reading end, too.
-        given = Path(folder, "given.pickle")
-        with given.open("wb") as file:
-            pickle.dump((function, tokenizer, recipe), file)
+    with _shared((function, tokenizer, recipe)) as given:
         # Not forked: by now this process may have threads, of the tokenizer and of the process group.
         pool = ProcessPoolExecutor(
             num_proc,
@@ -225,6 +221,30 @@ def map_chunks(
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _shared(content: Any) -> Iterator[Any]:
+    """What a started process finds `content` by: a path to a file without a name, which ends with this process.
+
+    Arguments of a process go through a pipe: where they don't fit into it, and the process is killed before it has read
+    them, its parent waits for ever, since it holds the reading end, too.
+
+    Raises:
+        DataError: there is no room for it.
+    """
+    try:
+        file = tempfile.TemporaryFile()
+        pickle.dump(content, file)
+        file.flush()
+    except OSError as error:
+        raise DataError(
+            f"dataset_num_proc: {tempfile.gettempdir()} can't hold what processes are given "
+            f"({error.strerror or error}); make room, name another folder with TMPDIR, or use 1"
+        ) from error
+    with file:
+        path = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        yield path if path.exists() else content  # outside of Linux by the pipe
 
 
 def _in_order(
@@ -251,14 +271,16 @@ class _Worker:
     recipe: Recipe
 
 
-def _keep(given: Path) -> None:
+def _keep(given: Any) -> None:
     end_with_parent()
-    try:
-        file = given.open("rb")
-    except FileNotFoundError:  # the parent has ended meanwhile with what it was doing, by an error perhaps
-        os._exit(1)
-    with file:
-        function, _Worker.tokenizer, _Worker.recipe = pickle.load(file)
+    if isinstance(given, Path):
+        try:
+            given = pickle.loads(given.read_bytes())
+        except (
+            FileNotFoundError
+        ):  # the parent has ended meanwhile with what it was doing, by an error perhaps
+            os._exit(1)
+    function, _Worker.tokenizer, _Worker.recipe = given
     _Worker.function = staticmethod(function)
 
 

@@ -123,8 +123,8 @@ def run_processes(
             )
             with interrupts_ignored():
                 process.start()
+                processes.append(process)
             writer.close()
-            processes.append(process)
             readers[reader] = rank
         _watch(processes, readers, run_folder, timeout, on_message)
     finally:

@@ -224,7 +224,16 @@ def test_variants_of_few_items_count_once():
         _, (comparison,), _ = verdict_of(sets, items)
         assert sum(one.control_total for one in comparison.strata) == expected
         assert (comparison.p_value is None) == (expected < 200)
-    # Another benchmark's items are none of these.
+    # A few others among them change nothing for those.
+    items["new"] += [
+        replace(item("new", 900 + n, cut()), text=f"{TEXT} {a_word('z', n)}", varies="seed") for n in range(9)
+    ]
+    assert sum(one.control_total for one in verdict_of(sets, items)[1][0].strata) == 401
+    # Another benchmark's items are none of these, nor are any that aren't at hand.
+    items["new"] = [
+        replace(one, pair_id=None, varies=f"seed {n % 250}") for n, one in enumerate(items["new"][:400])
+    ]
+    assert sum(one.control_total for one in verdict_of(sets, items)[1][0].strata) == 250
     items["new"] = [
         replace(one, pair_set="other", pair_id=str(n % 250)) for n, one in enumerate(items["new"])
     ]

@@ -55,6 +55,17 @@ def test_a_full_disk_at_the_beginning_leaves_a_folder_that_can_be_used(
     assert (tmp_path / "audit" / "audit.json").is_file()
 
 
+def test_lines_made_by_other_rules_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    AuditFolder(config(tmp_path), ["a"], ALONE).release()
+    (tmp_path / ".items.jsonl.1.partial").write_text("left by a process that was killed")
+    AuditFolder(config(tmp_path), ["a"], ALONE).release()
+    assert not list(tmp_path.glob(".*.partial"))
+    path = tmp_path / "audit.json"
+    path.write_text(path.read_text().replace('"rules": 2', '"rules": 1'))
+    with pytest.raises(ConfigError, match="audit of another version of hfpar"):
+        AuditFolder(config(tmp_path), ["a"], ALONE)
+
+
 def test_files_of_others_are_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").write_text("mine\n")
     with pytest.raises(ConfigError, match="holds other files"):
