@@ -209,6 +209,7 @@ def test_experts_that_are_stored_one_by_one(experts: Path, tmp_path: Path) -> No
 def test_several_files(tiny: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(base, max_shard_size="60KB")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(base)
     assert len(list(base.glob("model-*.safetensors"))) > 2
     adapter = make_adapter(base, tmp_path / "adapter")
     output = export(adapter, tmp_path / "merged", "--max_shard_size", "20KB", "--base", str(base))

@@ -189,6 +189,7 @@ def test_stored_in_four_bits(double: bool, base: Path, tmp_path: Path) -> None:
     quantization = four_bits("nf4", double=double, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=torch.float32)
     model.save_pretrained(tmp_path / "stored")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "stored")
     adapter = make_run(base, tmp_path / "adapter", RUN)
     merged = export(adapter, tmp_path / "merged", "--base", str(tmp_path / "stored"))
     expected = round_trip(
@@ -207,6 +208,7 @@ def test_stored_in_eight_bits(base: Path, tmp_path: Path) -> None:
     quantization = BitsAndBytesConfig(load_in_8bit=True)
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=torch.float32)
     model.save_pretrained(tmp_path / "stored")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "stored")
     adapter = make_run(base, tmp_path / "adapter", RUN)
     merged = export(adapter, tmp_path / "merged", "--base", str(tmp_path / "stored"), "--dtype", "float32")
     packed, scales, _ = bnb.int8_vectorwise_quant(load_file(base / "model.safetensors")[O_PROJ].half())
