@@ -9,7 +9,6 @@ from hfpar.audit import wording
 from hfpar.audit.power import smallest_detectable_share
 from hfpar.audit.results import (
     Comparison,
-    Estimate,
     ItemResult,
     Level,
     Mode,
@@ -52,10 +51,11 @@ def compare(sets: Sequence[SetInfo], items: Mapping[str, Sequence[ItemResult]]) 
         ]
         for ratio, mode in cuts_of(items[benchmark.name]):
             key = (benchmark.name, ratio, mode)
-            made = {name: _compare(*key, name, tails, [name]) for name in controls}
+            num_ours = len(tails.of(*key))
+            made = {name: _compare(*key, name, tails, [name], num_ours) for name in controls}
             small = [name for name, comparison in made.items() if comparison.p_value is None]
             if len(small) > 1:
-                together = _compare(*key, OTHERS, tails, small)
+                together = _compare(*key, OTHERS, tails, small, num_ours)
                 made[OTHERS] = _with_note(together, f"{', '.join(small)} together")
             comparisons += _with_unheard(list(made.values()))
     return comparisons
@@ -74,9 +74,14 @@ def _with_note(comparison: Comparison, note: str) -> Comparison:
 
 
 def _compare(
-    benchmark: str, ratio: float, mode: Mode, control: str, tails: ProbedTails, controls: Sequence[str]
+    benchmark: str,
+    ratio: float,
+    mode: Mode,
+    control: str,
+    tails: ProbedTails,
+    controls: Sequence[str],
+    num_ours: int,
 ) -> Comparison:
-    num_ours = len(tails.of(benchmark, ratio, mode))
     strata = match_tails(*tails.pair(benchmark, controls, ratio, mode))
     num_unmatched = num_ours - sum(stratum.total for stratum in strata)
     num_controls = sum(stratum.control_total for stratum in strata)
@@ -231,25 +236,17 @@ def _figures(found: Comparison, test: RatioTest, alpha: float) -> str:
     assert rate.value is not None and control.value is not None and found.difference is not None
     assert found.low is not None and found.high is not None and test.p_holm is not None
     template = ", given in the chat template," if found.mode == "chat" else ""
-    weight = ", reweighted to the same lengths" if _is_reweighted(control) else ""
+    weight = ", reweighted to the same lengths" if wording.is_reweighted(control) else ""
     word = "an excess of" if found.difference >= 0 else "a difference of"
-    difference, low, high = (_points(value) for value in (found.difference, found.low, found.high))
+    difference, low, high = (
+        wording.decimal(100 * value) for value in (found.difference, found.low, found.high)
+    )
     return (
         f"{rate.hits} of {rate.total} tails ({wording.percent(rate.value)}) were completed word for word from "
         f"{100 * found.ratio:.0f} % of the problem{template} against {control.hits} of {control.total} "
         f"({wording.percent(control.value)}{weight}) of {_control_words(found)}: {word} "
         f"{difference} points ({low} to {high}), {wording.p_equals(test.p_holm, alpha)} after Holm."
     )
-
-
-def _points(difference: float) -> str:
-    text = f"{100 * difference:.1f}"
-    return "0.0" if text == "-0.0" else text
-
-
-def _is_reweighted(control: Estimate) -> bool:
-    plain = (control.hits or 0) / control.total if control.total else 0.0
-    return wording.percent(plain) != wording.percent(control.value or 0.0)
 
 
 def _control_words(found: Comparison) -> str:

@@ -45,8 +45,6 @@ class ControlPlan:
     """A control beside a benchmark at one ratio."""
 
     control: str
-    num_tails: int
-    """That would be probed."""
     num_matched: int
     """Of the control's, those with counterparts in the benchmark."""
     num_benchmark_matched: int
@@ -194,8 +192,7 @@ def _control_plan(benchmark: str, name: str, ratio: float, tails: ProbedTails, a
     detectable = {}
     if num_matched >= MIN_CONTROL_ITEMS:
         detectable = {rate: expected_detectable_share(strata, rate, alpha) for rate in CONTROL_RATES}
-    num_tails = len(tails.of(name, ratio, "bare"))
-    return ControlPlan(name, num_tails, num_matched, sum(stratum.total for stratum in strata), detectable)
+    return ControlPlan(name, num_matched, sum(stratum.total for stratum in strata), detectable)
 
 
 # For people

@@ -19,9 +19,7 @@ _REACH = 36.0
 """Counts are left out at each end where all beyond are less likely than exp(-36)."""
 
 
-def smallest_detectable_share(
-    strata: Sequence[Stratum], alpha: float, power: float = 0.8, control_rate: float | None = None
-) -> float | None:
+def smallest_detectable_share(strata: Sequence[Stratum], alpha: float, power: float = 0.8) -> float | None:
     """The smallest share of items completed from memory that `exact_excess` would have found.
 
     The control stands as observed. Of the benchmark, a share is completed from memory, and the rest with the chance
@@ -31,7 +29,6 @@ def smallest_detectable_share(
         strata: As compared; the benchmark's own hits don't matter.
         alpha: Level of the single test.
         power: Chance of finding it.
-        control_rate: In place of the control's own rate.
 
     Returns:
         A share, or None where not even 1 would be found.
@@ -41,7 +38,7 @@ def smallest_detectable_share(
         return None
     uniforms = _uniforms(len(strata))
     control_hits = np.tile([stratum.control_hits for stratum in strata], (_DRAWS, 1))
-    return _smallest(strata, _rates(strata, control_rate), control_hits, uniforms, alpha, power)
+    return _smallest(strata, _rates(strata), control_hits, uniforms, alpha, power)
 
 
 def expected_detectable_share(
@@ -168,10 +165,8 @@ def _comparable(strata: Sequence[Stratum]) -> list[Stratum]:
     return [stratum for stratum in strata if stratum.total and stratum.control_total]
 
 
-def _rates(strata: Sequence[Stratum], control_rate: float | None) -> np.ndarray:
+def _rates(strata: Sequence[Stratum]) -> np.ndarray:
     """Chances of the strata's tails to be completed without memory, each drawn towards that of all."""
-    if control_rate is not None:
-        return np.full(len(strata), control_rate)
     hits = np.array([stratum.control_hits for stratum in strata], dtype=np.float64)
     totals = np.array([stratum.control_total for stratum in strata], dtype=np.float64)
     overall = hits.sum() / totals.sum()

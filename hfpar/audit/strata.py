@@ -96,7 +96,7 @@ def _merge(
         if np.isin(our_bins, current).any() and np.isin(their_bins, current).sum() >= least:
             groups.append(current)
             current = []
-    if current and groups and current[0] == groups[-1][-1] + 1:
+    if current and groups:
         joined = ours[np.isin(our_bins, groups[-1] + current)]
         if joined.max() <= _MOST_APART * joined.min():
             groups[-1] = groups[-1] + current

@@ -81,10 +81,11 @@ def interval(low: float | None, high: float | None, unit: str = "%") -> str:
         return ""
     if not unit:
         return f"[{low:.2f}, {high:.2f}]"
-    return f"[{_signed(100 * low)}, {_signed(100 * high)}]"
+    return f"[{decimal(100 * low)}, {decimal(100 * high)}]"
 
 
-def _signed(value: float) -> str:
+def decimal(value: float) -> str:
+    """A number with one digit after the point; what rounds to 0 has no sign."""
     text = f"{abs(value):.1f}"
     return f"{MINUS if value < 0 and text != '0.0' else ''}{text}"
 
@@ -137,12 +138,16 @@ def share(estimate: Estimate | None) -> str:
 
 def control_share(estimate: Estimate | None) -> str:
     """As `share`; where the share is reweighted, so that the counts don't give it: `10/420, reweighted 48.4 %`."""
-    if estimate is None or estimate.value is None or estimate.hits is None or not estimate.total:
+    if estimate is None or not is_reweighted(estimate):
         return share(estimate)
-    shown = percent(estimate.value)
-    if shown == percent(estimate.hits / estimate.total):
-        return share(estimate)
-    return f"{estimate.hits:,}/{estimate.total:,}, reweighted {shown}"
+    return f"{estimate.hits:,}/{estimate.total:,}, reweighted {percent(estimate.value)}"
+
+
+def is_reweighted(estimate: Estimate) -> bool:
+    """Whether a share is another than its counts give."""
+    if estimate.value is None or estimate.hits is None or not estimate.total:
+        return False
+    return percent(estimate.value) != percent(estimate.hits / estimate.total)
 
 
 def ratio(value: float) -> str:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,20 @@ def test_a_killed_process_is_named_at_once(tmp_path):
 def test_a_process_that_ends_without_a_word(tmp_path):
     error, _ = run(leave_quietly, tmp_path)
     assert "ended with exit code 3 and said nothing" in str(error)
+
+
+def test_a_ctrl_c_while_they_start_leaves_none(tmp_path, monkeypatch):
+    started, start = [], SpawnProcess.start
+
+    def interrupted(process):
+        start(process)
+        started.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_processes(sleep, 2, folder=tmp_path)
+    assert len(started) == 1 and not started[0].is_alive()
 
 
 def test_silence_has_a_limit(tmp_path):

@@ -103,13 +103,6 @@ def test_a_plan_looks_at_every_stratum_and_at_each_control_by_itself(monkeypatch
     assert "each control by itself" in " ".join(out.getvalue().split())
 
 
-def test_another_rate_in_place_of_the_controls():
-    strata = make([(300, 0, 300)])
-    smallest = smallest_detectable_share(strata, ALPHA, control_rate=0.01)
-    assert smallest < smallest_detectable_share(strata, ALPHA)
-    assert 0.78 <= power(strata, smallest, [0.01], None, 2000) <= 0.83
-
-
 def test_one_stratum_against_the_exact_power():
     strata = make([(400, 0, 400)])
     needed = next(

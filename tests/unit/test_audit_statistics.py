@@ -254,6 +254,9 @@ def test_few_of_a_benchmarks_tails_make_a_stratum_and_few_of_a_controls_dont():
     ours, theirs = [8] * 3 + [17] * 30 + [19] * 3 + [48] * 30, [9] * 12 + [44] * 12
     strata, _ = stratify(ours, [False] * 66, theirs, [False] * 24)
     assert [(one.low, one.high, one.total, one.control_total) for one in strata] == [(44, 48, 30, 12)]
+    # Twenty in the bin, but eight of about this length.
+    theirs = [9] * 12 + [44] * 8 + [50] * 5
+    assert stratify([8] * 3 + [48] * 30, [False] * 33, theirs, [False] * 25) == ([], 33)
     (only,), unmatched = stratify([9] * 40 + [10] * 20, [False] * 60, [9] * 50 + [10] * 5, [True] * 55)
     assert (only.low, only.high, only.total, only.control_total, unmatched) == (9, 10, 60, 55, 0)
 
